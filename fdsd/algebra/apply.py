@@ -1,0 +1,192 @@
+"""Applying an operation to leaves of any kind.
+
+A leaf that is wholly here runs now; a leaf that is not stays lazy; a spec gives a spec. The leaf's type decides,
+never what this process happens to hold. Tensor subclasses are looked up by qualified name, so that their handlers
+are loaded only when such a leaf is met; unknown ones are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fdsd.algebra.lazy import Lazy, Op
+from fdsd.algebra.memory import MemorySource, SpecSource
+from fdsd.algebra.ops.call import Call, Item
+from fdsd.algebra.ops.leaves import Constant, Origin
+from fdsd.data.errors import Unsupported
+from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
+from fdsd.data.statedict import StateDict
+from fdsd.data.ties import tie_key
+
+__all__ = ["HANDLERS", "Applier", "apply",
+    "constant", "defer", "defer_leaf", "evaluate"]
+
+HANDLERS: dict[str, Callable[[Any], Lazy]] = {}
+"""How to make a lazy tensor of a tensor subclass, by the qualified name of the class."""
+
+
+def defer_leaf(leaf: Any, fqn: str = "tensor") -> Any:
+    """Make a lazy tensor of a tensor or a spec; anything else stays as it is.
+
+    >>> defer_leaf(torch.ones(2))
+    Lazy(Origin, float32[2])
+    >>> defer_leaf("extra")
+    'extra'
+    """
+    if isinstance(leaf, Lazy):
+        return leaf
+    if isinstance(leaf, TensorSpec):
+        return Lazy(Origin(SpecSource({fqn: leaf}), fqn, leaf), (), [leaf])
+    if is_exact(leaf):
+        spec = spec_of(leaf)
+        assert spec is not None
+        return Lazy(Origin(MemorySource({fqn: leaf}), fqn, spec), (), [spec])
+    if isinstance(leaf, torch.Tensor | VirtualTensor):
+        return _handler(leaf)(leaf)
+    return leaf
+
+
+def defer(state: Mapping[str, Any]) -> StateDict[Any]:
+    """Make every tensor of a state lazy; other objects stay as they are. Nothing is read or copied.
+
+    Args:
+        state: Leaves by FQN: tensors, specs (known by shape alone) or lazy tensors.
+
+    Returns:
+        The same names in the same order; tied names share one lazy tensor.
+
+    Law: ``materialize(f(defer(x)))`` equals ``f(x)``.
+
+    >>> defer({"a": torch.ones(2)})["a"]
+    Lazy(Origin, float32[2])
+    """
+    made: dict[str, Any] = {}
+    seen: dict[Hashable, Any] = {}
+    for fqn, leaf in state.items():
+        key = tie_key(leaf)
+        if key is None:
+            made[fqn] = defer_leaf(leaf, fqn)
+        else:
+            if key not in seen:
+                seen[key] = defer_leaf(leaf, fqn)
+            made[fqn] = seen[key]
+    return StateDict.trusted(made, getattr(state, "_metadata", None))
+
+
+def _handler(leaf: Any) -> Callable[[Any], Lazy]:
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    found = HANDLERS.get(kind)
+    if found is None:
+        raise Unsupported(
+            f"A tensor of class {kind} can be renamed and chosen, but not computed on or rearranged: fdsd does not "
+            "know how its elements are laid out. Convert it to a plain tensor first."
+        )
+    return found
+
+
+def apply(op: Op, *leaves: Any) -> Any:
+    """Apply an operation.
+
+    Args:
+        op: The operation.
+        *leaves: Tensors, lazy tensors or specs; if any is a spec, the result is a spec.
+
+    Returns:
+        A tensor, a lazy tensor or a spec; a tuple of them, if the operation gives several.
+
+    Raises:
+        SpecMismatch: The shapes or dtypes do not fit.
+        Unsupported: A leaf is no tensor, or of a class that fdsd cannot rearrange.
+
+    >>> from fdsd.algebra.ops import Slice
+    >>> apply(Slice(0, 1, 1), torch.arange(3)), apply(Slice(0, 1, 1), TensorSpec((3,), torch.int64))
+    (tensor([1]), TensorSpec((1,), torch.int64))
+    """
+    found = [spec_of(leaf) for leaf in leaves]
+    if odd := [type(leaf).__name__ for leaf, spec in zip(leaves, found, strict=True) if spec is None]:
+        raise Unsupported(f"{op} works on tensors, not on {', '.join(odd)}. Leave such entries out by name.")
+    given = [spec for spec in found if spec is not None]
+    if leaves and all(map(is_exact, leaves)):
+        if not isinstance(op, Call):  # a function's result is checked when it is there
+            op.infer(*given)
+        with torch.no_grad():
+            return op.eager(*[leaf.detach() for leaf in leaves])
+    made = op.infer(*given)
+    if any(isinstance(leaf, TensorSpec) for leaf in leaves):
+        return _abstract(op, given, made)
+    outputs = made if isinstance(made, tuple) else (made,)
+    node = Lazy(op, [defer_leaf(leaf) for leaf in leaves], outputs)
+    if len(outputs) == 1:
+        return node
+    return tuple([Lazy(Item(i), [node], [spec]) for i, spec in enumerate(outputs)])
+
+
+def _abstract(op: Op, given: Sequence[TensorSpec], made: Any) -> Any:
+    """Carry over what is known of ties: equal operations on tied specs give tied specs."""
+    token: Hashable = None
+    if given and all(spec.tie is not None for spec in given):
+        token = (op, tuple([spec.tie for spec in given]))
+    if isinstance(made, tuple):
+        return tuple([TensorSpec(s.shape, s.dtype, tie=token and (token, i)) for i, s in enumerate(made)])
+    return TensorSpec(made.shape, made.dtype, tie=token)
+
+
+def constant(spec: TensorSpec, value: Any, *, like: Any = None) -> Any:
+    """Give a tensor of one value: real beside a real tensor (on its device), a spec beside a spec, else lazy.
+
+    >>> constant(TensorSpec((2,), torch.int8), 7, like=torch.ones(1))
+    tensor([7, 7], dtype=torch.int8)
+    """
+    if isinstance(like, TensorSpec):
+        return spec
+    op = Constant(spec, value)
+    return op.eager().to(like.device) if is_exact(like) else Lazy(op, (), [spec])
+
+
+class Applier:
+    """Applies operations within one step, equal ones on tied leaves once, so that what was tied stays tied."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+        self._alive: list[Any] = []
+
+    def __call__(self, op: Op, *leaves: Any) -> Any:
+        """Apply an operation; see ``apply``."""
+        keys = tuple([tie_key(leaf) for leaf in leaves])
+        if None in keys or not keys:
+            return apply(op, *leaves)
+        key = (type(op), op, keys)
+        if key not in self._made:
+            self._made[key] = apply(op, *leaves)
+            self._alive.extend(leaves)  # keys hold ids, which must not be used again
+        return self._made[key]
+
+
+def evaluate(roots: Sequence[Lazy], *, budget: int | None = None) -> list[torch.Tensor]:
+    """Fill the whole of each expression into fresh memory; one tensor for each distinct node.
+
+    Args:
+        roots: The expressions.
+        budget: Bytes for scratch and kept results, results themselves left out.
+
+    >>> evaluate([defer_leaf(torch.ones(2))])
+    [tensor([1., 1.])]
+    """
+    from fdsd.algebra.fill import Session
+    from fdsd.algebra.plan import check_budget
+    from fdsd.data.region import Region
+
+    check_budget(roots, budget)
+    session = Session(roots, budget=budget)
+    made: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for position, (given, root) in enumerate(zip(roots, session.roots, strict=True)):
+            if id(given) not in made:
+                out = torch.empty(root.shape, dtype=root.dtype)
+                session.fill(root, Region.whole(root.shape), out)
+                made[id(given)] = out
+            session.finish(position)
+    return [made[id(given)] for given in roots]

@@ -1,0 +1,149 @@
+"""Operations that compute each element from the elements at the same place.
+
+Each is built of single correctly rounded torch calls, in float32 for narrower floats, so that neither the slicing
+nor the memory layout can change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+
+from fdsd.algebra.dtypes import copy_elements, movable
+from fdsd.algebra.lazy import Computing
+from fdsd.data.errors import SpecMismatch, Unsupported
+from fdsd.data.region import Region
+from fdsd.data.spec import TensorSpec, dtype_name
+
+__all__ = ["AddScalar", "Average", "Lerp", "Same"]
+
+
+class _Pointwise(Computing):
+    """Shared by all: any region needs just itself of every input."""
+
+    __slots__ = ()
+
+    def needs(self, inputs: Sequence[TensorSpec], region: Region) -> Sequence[Region]:
+        return [region] * len(inputs)
+
+    def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute(self, parts: Sequence[torch.Tensor], region: Region, out: torch.Tensor) -> None:
+        copy_elements(self.eager(*parts), out)
+
+
+def _same_spec(what: str, inputs: Sequence[TensorSpec]) -> TensorSpec:
+    for x in inputs[1:]:
+        if x != inputs[0]:
+            raise SpecMismatch(f"{what}: shapes and dtypes must be equal, these differ: {inputs[0]} and {x}.")
+    return inputs[0]
+
+
+def _working_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
+    """The dtype in which arithmetic on ``dtype`` is done: float32 for the narrower floats."""
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize >= 4):
+        return torch.complex64 if dtype is torch.complex32 else dtype
+    if dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None):
+        return torch.float32
+    raise Unsupported(f"{what}: {dtype_name(dtype)} is no floating dtype. Leave these tensors out by name, or cast first.")
+
+
+@frozen
+class AddScalar(_Pointwise):
+    """Add one number to every element, rounding once to the tensor's own dtype."""
+
+    value: float
+
+    def infer(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        if x.dtype.is_floating_point or x.dtype.is_complex:
+            _working_dtype(x.dtype, "add_scalar")
+        elif x.dtype not in _INTEGERS or not float(self.value).is_integer():
+            raise Unsupported(
+                f"add_scalar: {self.value!r} cannot be added to elements of {dtype_name(x.dtype)}. Use cast() first."
+            )
+        return x
+
+    def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
+        (x,) = inputs
+        if x.dtype in _INTEGERS:
+            return x + int(self.value)
+        return (x.to(_working_dtype(x.dtype, "add_scalar")) + self.value).to(x.dtype)
+
+
+_INTEGERS = frozenset([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+
+
+@frozen
+class Average(_Pointwise):
+    """The weighted sum of tensors, added up in order and rounded once."""
+
+    weights: tuple[float, ...]
+
+    def infer(self, *inputs: TensorSpec) -> TensorSpec:
+        spec = _same_spec("average", inputs)
+        _working_dtype(spec.dtype, "average")
+        return spec
+
+    def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
+        dtype = inputs[0].dtype
+        work = _working_dtype(dtype, "average")
+        total = inputs[0].to(work) * self.weights[0]
+        for x, weight in zip(inputs[1:], self.weights[1:], strict=True):
+            total = total + x.to(work) * weight
+        return total.to(dtype)
+
+
+@frozen
+class Lerp(_Pointwise):
+    """``a + weight * (b - a)``, rounded once; exactly ``a`` at weight 0 and ``b`` at weight 1."""
+
+    weight: float
+
+    def infer(self, *inputs: TensorSpec) -> TensorSpec:
+        spec = _same_spec("lerp", inputs)
+        _working_dtype(spec.dtype, "lerp")
+        return spec
+
+    def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
+        a, b = inputs
+        if self.weight in (0, 1):
+            return (b if self.weight else a).clone()
+        work = _working_dtype(a.dtype, "lerp")
+        low, high = a.to(work), b.to(work)
+        # The formula that is exact at the nearer end, as torch.lerp has it.
+        if abs(self.weight) < 0.5:
+            return (low + (high - low) * self.weight).to(a.dtype)
+        return (high - (high - low) * (1 - self.weight)).to(a.dtype)
+
+
+@frozen
+class Same(_Pointwise):
+    """The first tensor, once all of them are found to be equal byte for byte; a value check."""
+
+    names: tuple[str, ...]
+    reason: str
+
+    def infer(self, *inputs: TensorSpec) -> TensorSpec:
+        return _same_spec(self.reason, inputs)
+
+    def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
+        first = _as_bytes(inputs[0])
+        unequal = [
+            name
+            for name, x in zip(self.names[1:], inputs[1:], strict=True)
+            if not torch.equal(first, _as_bytes(x))
+        ]
+        if unequal:
+            raise SpecMismatch(
+                f"{self.reason}: {self.names[0]!r} and {', '.join(map(repr, unequal[:10]))} hold unequal values. "
+                "Drop all but one first."
+            )
+        return inputs[0]
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return movable(x.resolve_conj().resolve_neg().contiguous()).reshape(-1).view(torch.uint8)

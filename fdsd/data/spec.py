@@ -1,0 +1,137 @@
+"""What a tensor is before it has data: its shape and dtype, and how to read them off any leaf.
+
+Nothing here touches element values. ``VirtualTensor`` is the base of the leaves that stand for tensors
+which are not wholly here (``Lazy``, ``Sharded``); their classes live on higher floors.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from fdsd.data.errors import SpecMismatch, Unsupported
+
+__all__ = ["TensorSpec", "VirtualTensor", "dtype_name", "is_exact", "spec_of"]
+
+Shape = tuple[int, ...]
+
+
+def _to_shape(shape: Iterable[int]) -> Shape:
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError as error:
+        raise SpecMismatch(f"TensorSpec: a shape is a tuple of whole numbers, not {shape!r}.") from error
+    if any(size < 0 for size in sizes):
+        raise SpecMismatch(f"TensorSpec: sizes are 0 or more, not {sizes}.")
+    return sizes
+
+
+def _check_dtype(_instance: object, _attribute: object, value: object) -> None:
+    if not isinstance(value, torch.dtype):
+        raise SpecMismatch(f"TensorSpec: {value!r} is no torch.dtype; write for example torch.float32.")
+
+
+@frozen
+class TensorSpec:
+    """Shape and dtype of a tensor; the device is no part of it, since the edge chooses it.
+
+    >>> spec = TensorSpec((2, 3), torch.float32)
+    >>> spec.numel, spec.nbytes
+    (6, 24)
+    >>> spec
+    TensorSpec((2, 3), torch.float32)
+    """
+
+    shape: Shape = field(converter=_to_shape)
+    dtype: torch.dtype = field(validator=_check_dtype)
+    tie: Hashable = field(default=None, kw_only=True, eq=False, repr=False)  # equal for tied names; see ``specs``
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the elements, without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def with_shape(self, shape: Iterable[int]) -> TensorSpec:
+        """Give the spec of the same dtype and another shape."""
+        return TensorSpec(shape, self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> TensorSpec:
+        """Give the spec of the same shape and another dtype."""
+        return TensorSpec(self.shape, dtype)
+
+    def __repr__(self) -> str:
+        return f"TensorSpec({self.shape}, {self.dtype})"
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
+
+class VirtualTensor:
+    """Base of the leaves that stand for a tensor which is not wholly here."""
+
+    __slots__ = ()
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype of the whole tensor."""
+        raise NotImplementedError
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Give the short name of a dtype.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def is_exact(leaf: object) -> bool:
+    """Tell whether a leaf is a plain tensor or parameter, whose data is wholly here.
+
+    >>> is_exact(torch.ones(2)), is_exact(torch.nn.Parameter(torch.ones(2))), is_exact(3)
+    (True, True, False)
+    """
+    return type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter
+
+
+def spec_of(leaf: Any) -> TensorSpec | None:
+    """Read the spec off any tensor-like leaf; other objects have none.
+
+    Args:
+        leaf: A tensor of any class, a virtual tensor, a spec, or any object.
+
+    Returns:
+        The spec, or ``None`` for an object that is no tensor.
+
+    >>> spec_of(torch.zeros(2, dtype=torch.int8))
+    TensorSpec((2,), torch.int8)
+    >>> spec_of("extra state") is None
+    True
+    """
+    if isinstance(leaf, TensorSpec):
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided and is_exact(leaf):
+            raise Unsupported(
+                f"A tensor of layout {leaf.layout} cannot be rewritten; call .to_dense() on it first."
+            )
+        return TensorSpec(tuple(leaf.shape), leaf.dtype)
+    if isinstance(leaf, VirtualTensor):
+        return leaf.spec
+    return None

@@ -1,0 +1,49 @@
+"""Ties: which names hold one and the same tensor.
+
+Two names are tied when their leaves are one view of one storage object: the same storage, offset, shape and
+strides. A bare data pointer is never enough, since empty and meta tensors share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
+
+__all__ = ["tie_key", "ties"]
+
+
+def tie_key(leaf: object) -> Hashable | None:
+    """Give a key that is equal for two live leaves exactly if they are tied; ``None`` for what cannot be.
+
+    >>> w = torch.ones(2, 2)
+    >>> tie_key(w) == tie_key(torch.nn.Parameter(w)), tie_key(w) == tie_key(w.t())
+    (True, False)
+    """
+    if is_exact(leaf):
+        assert isinstance(leaf, torch.Tensor)
+        # The wrapper object of a storage may differ from call to call; its C++ object does not.
+        storage = leaf.untyped_storage()._cdata
+        return storage, leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj()
+    if isinstance(leaf, TensorSpec):
+        return None if leaf.tie is None else ("spec", leaf.tie)
+    if isinstance(leaf, torch.Tensor | VirtualTensor):
+        return "object", id(leaf)
+    return None
+
+
+def ties(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """List the groups of two and more names that hold the same tensor, in order.
+
+    >>> w = torch.ones(2)
+    >>> ties({"embed": w, "norm": torch.ones(2), "head": w})
+    [('embed', 'head')]
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for name, leaf in state.items():
+        if (key := tie_key(leaf)) is not None:
+            groups.setdefault(key, []).append(name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]

@@ -1,0 +1,33 @@
+"""The public home of fdsd's errors."""
+
+from fdsd.data.errors import (
+    BadFile,
+    BadPattern,
+    DestinationExists,
+    FdsdError,
+    IncompleteGroup,
+    NameConflict,
+    NotInvertible,
+    OverBudget,
+    RankDisagreement,
+    SpecMismatch,
+    UnknownName,
+    UnsafeFile,
+    Unsupported,
+)
+
+__all__ = [
+    "BadFile",
+    "BadPattern",
+    "DestinationExists",
+    "FdsdError",
+    "IncompleteGroup",
+    "NameConflict",
+    "NotInvertible",
+    "OverBudget",
+    "RankDisagreement",
+    "SpecMismatch",
+    "UnknownName",
+    "UnsafeFile",
+    "Unsupported",
+]

@@ -1,0 +1,164 @@
+"""The formats that fdsd knows, and how it tells them apart: by content, then by what a folder holds, then by name.
+
+Nothing here reads tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from attrs import frozen
+
+from fdsd.data.errors import BadFile, Unsupported, listing
+from fdsd.data.protocols import Source
+from fdsd.storage.files import FileStamp, MissingFile, refuse
+from fdsd.storage.hf_folder import INDEX_SUFFIX, names_in
+from fdsd.storage.safetensors_source import SafetensorsSource
+from fdsd.storage.torch_file import TorchFileSource
+
+__all__ = ["FORMATS", "Format", "detect", "open_source"]
+
+_TORCH_NAMES = ("pytorch_model.bin", "model.pt", "model.pth", "adapter_model.bin")
+
+
+@frozen
+class Format:
+    """A format: how its files are named, and how they are opened.
+
+    Args:
+        name: The word for ``format=``.
+        suffixes: How names of its files end.
+        open: Gives the source of a path; takes a key where a file can hold several state dicts.
+        streams: Whether it can be written piece by piece, in any order.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    open: Callable[[Path, str | None], Source]
+    streams: bool
+
+
+def _open_safetensors(path: Path, key: str | None) -> Source:
+    if key is not None:
+        raise Unsupported(
+            f"{path}: a safetensors file holds one state dict, so key={key!r} has no meaning here."
+        )
+    return SafetensorsSource(path)
+
+
+def _open_torch(path: Path, key: str | None) -> Source:
+    return TorchFileSource(_torch_file_in(path) if path.is_dir() else path, key=key)
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        known.name: known
+        for known in (
+            Format("safetensors", (".safetensors", INDEX_SUFFIX), _open_safetensors, streams=True),
+            Format("torch", (".pt", ".pth", ".bin", ".ckpt"), _open_torch, streams=False),
+        )
+    }
+)
+"""The formats by name."""
+
+
+def _known() -> str:
+    return "; ".join(f"{known.name!r} ({', '.join(known.suffixes)})" for known in FORMATS.values())
+
+
+def detect(path: str | os.PathLike[str], format: str | None = None) -> str:
+    """Tell the format of a path.
+
+    Args:
+        path: A file or a folder that exists, or one that is to be written.
+        format: The format's name, if it is known already.
+
+    Returns:
+        The format's name. What exists is judged by its content; what does not, by its suffix, a path without one
+        being a folder of safetensors.
+
+    Raises:
+        Unsupported: No format fits, or there is none of this name; the message lists them.
+
+    >>> detect("out/model.pt"), detect("out"), detect("x", format="torch")
+    ('torch', 'safetensors', 'torch')
+    """
+    if format is not None:
+        if format not in FORMATS:
+            raise Unsupported(f"format={format!r} is not known. There are: {_known()}.")
+        return format
+    path = Path(path)
+    found = _of_folder(path) if path.is_dir() else _of_content(path) if path.is_file() else None
+    found = found or _of_name(path)
+    if found is None:
+        raise Unsupported(f"{path} has no format that is known: {_known()}. Give format= if you know it.")
+    return found
+
+
+def _of_name(path: Path) -> str | None:
+    for known in FORMATS.values():
+        if path.name.lower().endswith(known.suffixes):
+            return known.name
+    return None if path.suffix or path.is_file() else "safetensors"
+
+
+def _of_content(path: Path) -> str | None:
+    size = FileStamp.of(path).size
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        refuse(error, path, "it could not be opened")
+    if head[:4] == b"PK\x03\x04" or (
+        head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    ):
+        return "torch"
+    length = int.from_bytes(head[:8], "little")
+    if len(head) > 8 and head[8:9] in b"{ \t\r\n" and length <= size - 8:
+        return "safetensors"
+    return None
+
+
+def _of_folder(path: Path) -> str | None:
+    names = [name for name in names_in(path) if not name.startswith(".")]
+    if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
+        return "safetensors"
+    if any(name in _TORCH_NAMES for name in names):
+        return "torch"
+    return None
+
+
+def _torch_file_in(folder: Path) -> Path:
+    found = [name for name in _TORCH_NAMES if (folder / name).is_file()]
+    if not found:
+        raise MissingFile(
+            f"{folder} has none of the torch files {listing(_TORCH_NAMES)}; open the file by its path."
+        )
+    if len(found) > 1:
+        raise BadFile(
+            f"{folder} has several torch files: {listing(found)}. Open the one that you mean by its path."
+        )
+    return folder / found[0]
+
+
+def open_source(path: str | os.PathLike[str], *, format: str | None = None, key: str | None = None) -> Any:
+    """Open a path that exists as a source.
+
+    Args:
+        path: A file or a folder.
+        format: The format's name; by default it is detected.
+        key: Which state dict of a file that holds several.
+
+    Raises:
+        MissingFile: Nothing is there.
+        Unsupported: No format fits.
+        BadFile: The files are truncated, corrupt or contradict each other.
+    """
+    path = Path(path)
+    if not os.path.lexists(path):
+        raise MissingFile(f"{path} is not there.")
+    return FORMATS[detect(path, format)].open(path, key)

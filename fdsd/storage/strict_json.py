@@ -1,0 +1,102 @@
+"""JSON as the formats demand it: UTF-8, one object, no key twice, no NaN. Nothing here knows the formats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from fdsd.data.errors import BadFile, listing
+
+__all__ = ["parse_object"]
+
+
+class _KeyTwice(ValueError):
+    pass
+
+
+def parse_object(raw: bytes, what: str) -> dict[str, Any]:
+    """Parse one JSON object.
+
+    Args:
+        raw: The text, in UTF-8.
+        what: What it is, for messages.
+
+    Returns:
+        The object, its keys in order.
+
+    Raises:
+        BadFile: It is no such text; a key stands twice; a string holds half a surrogate pair.
+
+    >>> parse_object(b'{"a": [1, 2]}', "x.json")
+    {'a': [1, 2]}
+    >>> parse_object(b'{"a": 1, "a": 2}', "x.json")
+    Traceback (most recent call last):
+    fdsd.data.errors.BadFile: x.json has keys that stand twice: 'a'.
+    """
+    try:
+        text = raw.decode("utf-8")
+        # "-0" is no size; only texts with a minus somewhere pay for the check of every number
+        as_int = _integer if "-" in text else None
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=as_int)
+    except _KeyTwice as error:
+        raise BadFile(f"{what} has keys that stand twice: {error}.") from None
+    except RecursionError:
+        raise BadFile(f"{what} is no valid JSON: its values are nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise BadFile(f"{what} is no valid JSON: byte {error.start} is not UTF-8.") from None
+    except ValueError as error:
+        raise BadFile(f"{what} is no valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise BadFile(f"{what} holds a JSON {_kind(value)}, not an object.")
+    made: dict[str, Any] = value
+    if "\\u" in text:
+        _refuse_surrogates(made, what)
+    return made
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = {key for key, _ in pairs if key in seen or seen.add(key)}  # type: ignore[func-returns-value]
+        raise _KeyTwice(listing(twice))
+    return made
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _integer(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is no whole number")
+    return int(text)
+
+
+def _kind(value: object) -> str:
+    return {list: "list", str: "string", type(None): "null"}.get(type(value), "number")
+
+
+def _refuse_surrogates(value: object, what: str) -> None:
+    pending: list[object] = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending += [*item, *item.values()]  # pyright: ignore[reportUnknownArgumentType]  # JSON holds anything
+        elif isinstance(item, list):
+            pending += item  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(item, str) and not is_text(item):
+            raise BadFile(f"{what} has half a surrogate pair in {item!r}, which is no text.")
+
+
+def is_text(value: str) -> bool:
+    """Tell whether a string can be written in UTF-8.
+
+    >>> is_text("å"), is_text(chr(0xD800))
+    (True, False)
+    """
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""Changing dtypes: ``cast``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+
+from fdsd.algebra.apply import Applier
+from fdsd.algebra.dtypes import is_widening
+from fdsd.algebra.ops import Cast as CastOp
+from fdsd.data.errors import SpecMismatch
+from fdsd.data.problem import Problem
+from fdsd.data.spec import TensorSpec, dtype_name
+from fdsd.pipeline.pipeline import Pipeline
+from fdsd.pipeline.rewrite import Scope
+from fdsd.pipeline.step import Grade, Step
+from fdsd.transforms.each import Each, bind_each
+from fdsd.transforms.regroup import call, require_spec
+from fdsd.transforms.which import Choice, Which
+
+__all__ = ["cast"]
+
+
+@frozen
+class Cast(Each):
+    """See ``cast``."""
+
+    dtype: torch.dtype = torch.float32
+    from_dtype: torch.dtype | None = None
+    verb: ClassVar[str] = "cast"
+    computes: ClassVar[str | None] = "a cast rounds values, and moments keep the optimizer's own dtype"
+
+    @property
+    def grade(self) -> Grade:
+        if self.from_dtype is None or not is_widening(self.from_dtype, self.dtype):
+            return Grade.NONE
+        return Grade.EXACT
+
+    def pick(self, scope: Scope) -> tuple[list[str], list[Problem]]:
+        if not self.which.is_default:
+            return self.which.pick(scope)
+        specs = {name: spec for name in scope.names if (spec := scope.spec(name)) is not None}
+        return [n for n, s in specs.items() if s.dtype.is_floating_point or s.dtype.is_complex], []
+
+    def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
+        if self.from_dtype is not None and spec.dtype != self.from_dtype:
+            raise SpecMismatch(
+                f"its dtype is {dtype_name(spec.dtype)}, not from_dtype={self.from_dtype}. Choose by name what to cast."
+            )
+        return leaf if spec.dtype == self.dtype else apply(CastOp(self.dtype), leaf)
+
+    def invert(self) -> tuple[Step, ...]:
+        if self.from_dtype is None:
+            self.refuse_inverse("what dtype it was is not known. Give from_dtype=, or use .bind(source) first.")
+        if self.grade is Grade.NONE:
+            self.refuse_inverse(
+                f"{dtype_name(self.dtype)} cannot hold every {dtype_name(self.from_dtype)}, so values were rounded "
+                "away. Keep the source checkpoint instead."
+            )
+        return (Cast(self.which, self.from_dtype, self.dtype),)
+
+    def bind(self, scope: Scope) -> tuple[Step, ...]:
+        if self.from_dtype is not None:
+            return (self,)
+        names, problems = self.pick(scope)
+        if problems:
+            return (self,)
+        dtypes = [(name, require_spec(scope.spec(name), self.verb).dtype) for name in names]
+        return bind_each(self, scope, "from_dtype", dtypes)
+
+    def call_text(self) -> str:
+        which = [] if self.which.is_default else [self.which.call_text()]
+        named = {} if self.from_dtype is None else {"from_dtype": self.from_dtype}
+        return call(self.verb, [str(self.dtype), *which], **named)
+
+
+def cast(dtype: torch.dtype, *which: Which, from_dtype: torch.dtype | None = None) -> Pipeline:
+    """Cast tensors to a dtype, rounding once, exactly here.
+
+    Args:
+        dtype: The dtype of the result.
+        *which: The names; see ``select``. Without any, all floating and complex tensors, as ``Module.to`` does.
+        from_dtype: The dtype before, checked, and needed for the inverse.
+
+    Raises:
+        Unsupported: When run: torch cannot cast these elements, or the cast would drop imaginary parts.
+
+    Law: exact with ``from_dtype`` or after ``.bind(source)``, if every value of it is one of ``dtype``; otherwise
+    not invertible.
+
+    >>> cast(torch.float32)({"w": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3)})["w"].dtype
+    torch.float32
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise SpecMismatch(f"cast: {dtype!r} is no torch.dtype; write for example cast(torch.bfloat16, 'name').")
+    return Pipeline((Cast(Choice.of(*which), dtype, from_dtype),))

@@ -1,0 +1,185 @@
+"""Verbs that take, add or cut indices of one dim: ``index_select``, ``pad``, ``crop``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+
+from fdsd.algebra.apply import Applier, constant
+from fdsd.algebra.ops import Concat, IndexSelect as IndexSelectOp, Slice
+from fdsd.data.errors import SpecMismatch
+from fdsd.data.spec import TensorSpec
+from fdsd.pipeline.pipeline import Pipeline
+from fdsd.pipeline.rewrite import Scope
+from fdsd.pipeline.step import Grade, Step
+from fdsd.transforms.each import Each, bind_each
+from fdsd.transforms.regroup import as_dim, call, require_spec
+from fdsd.transforms.which import Choice, Which
+
+__all__ = ["crop", "index_select", "pad"]
+
+
+@frozen(cache_hash=True)
+class IndexSelect(Each):
+    """See ``index_select``."""
+
+    index: tuple[int, ...] = ()
+    dim: int = 0
+    verb: ClassVar[str] = "index_select"
+
+    @property
+    def _is_permutation(self) -> bool:
+        return sorted(self.index) == list(range(len(self.index)))
+
+    @property
+    def grade(self) -> Grade:
+        return Grade.EXACT if self._is_permutation else Grade.NONE
+
+    def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
+        return apply(IndexSelectOp(as_dim(self.dim, spec, self.verb), self.index), leaf)
+
+    def invert(self) -> tuple[Step, ...]:
+        if not self._is_permutation:
+            self.refuse_inverse("indices that are left out or repeated cannot be put back; it is no permutation.")
+        back = sorted(range(len(self.index)), key=self.index.__getitem__)
+        return (IndexSelect(self.which, tuple(back), self.dim),)
+
+    def call_text(self) -> str:
+        named = {"dim": self.dim} if self.dim else {}
+        return call(self.verb, [self.which.one_text(), repr(list(self.index))], **named)
+
+
+@frozen
+class _Sized(Each):
+    """What ``pad`` and ``crop`` have: the size of a dim after, and before."""
+
+    to: int = 0
+    dim: int = 0
+    from_size: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.to < 0 or (self.from_size is not None and self.from_size < 0):
+            raise SpecMismatch(f"{self.verb}: sizes are 0 or more, not {self.to} from {self.from_size}.")
+
+    def _measure(self, spec: TensorSpec) -> tuple[int, int]:
+        dim = as_dim(self.dim, spec, self.verb)
+        size = spec.shape[dim]
+        if self.from_size is not None and size != self.from_size:
+            raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, not from_size={self.from_size}.")
+        return dim, size
+
+    def bind(self, scope: Scope) -> tuple[Step, ...]:
+        if self.from_size is not None:
+            return (self,)
+        names, problems = self.pick(scope)
+        if problems:
+            return (self,)
+        sizes = [(name, self._measure(require_spec(scope.spec(name), self.verb))[1]) for name in names]
+        return bind_each(self, scope, "from_size", sizes)
+
+    def call_text(self) -> str:
+        named = {"dim": self.dim} if self.dim else {}
+        if self.from_size is not None:
+            named["from_size"] = self.from_size
+        return call(self.verb, [self.which.one_text(), str(self.to)], **named)
+
+
+@frozen
+class Pad(_Sized):
+    """See ``pad``."""
+
+    verb: ClassVar[str] = "pad"
+
+    @property
+    def grade(self) -> Grade:
+        return Grade.NONE if self.from_size is None else Grade.EXACT
+
+    def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
+        dim, size = self._measure(spec)
+        if size > self.to:
+            raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, more than {self.to}. Use crop().")
+        rows = spec.with_shape((*spec.shape[:dim], self.to - size, *spec.shape[dim + 1 :]))
+        return apply(Concat(dim), leaf, constant(rows, 0, like=leaf))
+
+    def invert(self) -> tuple[Step, ...]:
+        if self.from_size is None:
+            self.refuse_inverse("how large the dim was is not known. Give from_size=, or use .bind(source) first.")
+        return (Crop(self.which, self.from_size, self.dim, self.to),)
+
+
+@frozen
+class Crop(_Sized):
+    """See ``crop``."""
+
+    verb: ClassVar[str] = "crop"
+
+    @property
+    def grade(self) -> Grade:
+        return Grade.NONE if self.from_size is None else Grade.ONE_SIDED
+
+    def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
+        dim, size = self._measure(spec)
+        if size < self.to:
+            raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, less than {self.to}. Use pad().")
+        return apply(Slice(dim, 0, self.to), leaf)
+
+    def invert(self) -> tuple[Step, ...]:
+        if self.from_size is None:
+            self.refuse_inverse("how large the dim was is not known. Give from_size=, or use .bind(source) first.")
+        return (Pad(self.which, self.from_size, self.dim, self.to),)
+
+
+def index_select(which: Which, index: Sequence[int] | torch.Tensor, *, dim: int = 0) -> Pipeline:
+    """Take indices of a dim of each tensor, in any order.
+
+    Args:
+        which: The names; see ``select``.
+        index: The indices, 0 or more: index ``i`` of the result is index ``index[i]`` of the source.
+        dim: The dim; negative ones count from the end.
+
+    Law: exact if ``index`` is a permutation of the dim, otherwise not invertible.
+
+    >>> index_select("w", [2, 0], dim=0)({"w": torch.tensor([5, 6, 7])})["w"]
+    tensor([7, 5])
+    """
+    values = index.tolist() if isinstance(index, torch.Tensor) else list(index)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
+        raise SpecMismatch(f"index_select: indices are whole numbers in one dim, not {values[:5]!r}.")
+    return Pipeline((IndexSelect(Choice.of(which), tuple(values), dim),))
+
+
+def pad(which: Which, to: int, *, dim: int = 0, from_size: int | None = None) -> Pipeline:
+    """Add zeros at the end of a dim of each tensor, as for a vocabulary padded to a round size.
+
+    Args:
+        which: The names; see ``select``.
+        to: The size of the dim in the result.
+        dim: The dim; negative ones count from the end.
+        from_size: The size before, checked, and needed for the inverse.
+
+    Law: exact with ``from_size``, or after ``.bind(source)``; ``~`` is the ``crop``.
+
+    >>> pad("w", 3)({"w": torch.tensor([5, 6])})["w"]
+    tensor([5, 6, 0])
+    """
+    return Pipeline((Pad(Choice.of(which), to, dim, from_size),))
+
+
+def crop(which: Which, to: int, *, dim: int = 0, from_size: int | None = None) -> Pipeline:
+    """Keep the first indices of a dim of each tensor; the inverse of ``pad``.
+
+    Args:
+        which: The names; see ``select``.
+        to: The size of the dim in the result.
+        dim: The dim; negative ones count from the end.
+        from_size: The size before, checked, and needed for the inverse.
+
+    Law: one-sided with ``from_size``, or after ``.bind(source)``: ``~`` pads with zeros.
+
+    >>> crop("w", 2)({"w": torch.tensor([5, 6, 0])})["w"]
+    tensor([5, 6])
+    """
+    return Pipeline((Crop(Choice.of(which), to, dim, from_size),))

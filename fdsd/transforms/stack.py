@@ -1,0 +1,206 @@
+"""Stacking tensors along a new dim by an index in their names, and taking them apart: ``stack`` and ``unstack``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+from fdsd.algebra.apply import Applier
+from fdsd.algebra.ops import Select
+from fdsd.algebra.ops import Stack as StackOp
+from fdsd.data.errors import BadPattern, SpecMismatch
+from fdsd.data.grouping import (
+    Groups,
+    Spread,
+    check_groups_round_trip,
+    check_indexed,
+    group_indexed,
+    group_unindexed,
+)
+from fdsd.data.template import Template, as_template
+from fdsd.pipeline.pipeline import Pipeline
+from fdsd.pipeline.rewrite import Assign, Rewrite, Scope
+from fdsd.pipeline.step import Grade, Step
+from fdsd.transforms.regroup import as_dim, call, refuse_unless_undone, regroup, require_spec, unknown
+
+__all__ = ["stack", "unstack"]
+
+
+@frozen
+class _Indexed(Step):
+    """What both directions have: the patterns and how the index is meant."""
+
+    source: Template
+    target: Template
+    index: str | None = None
+    dim: int = 0
+    num: int | None = None
+
+    @property
+    def grade(self) -> Grade:
+        return Grade.EXACT
+
+    def call_text(self) -> str:
+        named: dict[str, Any] = {}
+        if self.index is not None:
+            named["index"] = self.index
+        if self.dim:
+            named["dim"] = self.dim
+        if self.num is not None:
+            named["num"] = self.num
+        return call(self.verb, [repr(self.source.text), repr(self.target.text)], **named)
+
+
+@frozen
+class Stack(_Indexed):
+    """See ``stack``."""
+
+    verb: ClassVar[str] = "stack"
+
+    def __attrs_post_init__(self) -> None:
+        check_indexed(self.source, self.target, self.index)
+
+    def rewrite(self, scope: Scope) -> Rewrite:
+        found = group_indexed(self.source, self.target, scope.names, index=self.index, num=self.num)
+        comes = {
+            group.position: [Assign(group.target, group.members, self._join if group.is_complete else unknown)]
+            for group in found.groups
+        }
+        return regroup(scope, [name for group in found.groups for name in group.members], comes, found.problems)
+
+    def _join(self, apply: Applier, leaves: Sequence[Any]) -> Any:
+        spec = require_spec(leaves[0], self.verb)
+        return apply(StackOp(as_dim(self.dim, spec, self.verb, extra=1)), *leaves)
+
+    def invert(self) -> tuple[Step, ...]:
+        return (Unstack(self.target, self.source, self.index, self.dim, self.num),)
+
+    def bind(self, scope: Scope) -> tuple[Step, ...]:
+        found = group_indexed(self.source, self.target, scope.names, index=self.index, num=self.num)
+        if found.problems or not found.groups:
+            return (self,)
+        nums = {len(group.members) for group in found.groups}
+        back = group_unindexed(self.target, self.source, found.rewrite(scope.names), max(nums), index=self.index)
+        refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
+        return (Stack(self.source, self.target, self.index, self.dim, max(nums)),)
+
+
+@frozen
+class Unstack(_Indexed):
+    """See ``unstack``."""
+
+    verb: ClassVar[str] = "unstack"
+
+    def __attrs_post_init__(self) -> None:
+        check_indexed(self.target, self.source, self.index)
+
+    def rewrite(self, scope: Scope) -> Rewrite:
+        found = self._spreads(scope)
+        comes = {
+            spread.position: [
+                Assign(target, (spread.source,), partial(self._take, k, len(spread.targets)))
+                for k, target in enumerate(spread.targets)
+            ]
+            for spread in found.groups
+        }
+        return regroup(scope, [spread.source for spread in found.groups], comes, found.problems)
+
+    def _spreads(self, scope: Scope) -> Groups[Spread]:
+        def count(name: str) -> int:
+            spec = scope.spec(name) if scope.is_known(name) else None
+            if spec is None:
+                raise BadPattern("its number of parts is not known here. Give num=.")
+            try:
+                return spec.shape[as_dim(self.dim, spec, self.verb)]
+            except SpecMismatch as error:
+                raise BadPattern(str(error)) from error
+
+        return group_unindexed(
+            self.source, self.target, scope.names, count if self.num is None else self.num, index=self.index
+        )
+
+    def _take(self, k: int, num: int, apply: Applier, leaves: Sequence[Any]) -> Any:
+        (leaf,) = leaves
+        spec = require_spec(leaf, self.verb)
+        dim = as_dim(self.dim, spec, self.verb)
+        if spec.shape[dim] != num:
+            raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {spec.shape[dim]}, not num={num}.")
+        return apply(Select(dim, k), leaf)
+
+    def invert(self) -> tuple[Step, ...]:
+        return (Stack(self.target, self.source, self.index, self.dim, self.num),)
+
+    def bind(self, scope: Scope) -> tuple[Step, ...]:
+        found = self._spreads(scope)
+        if found.problems or not found.groups:
+            return (self,)
+        nums = {len(spread.targets) for spread in found.groups}
+        if len(nums) > 1:
+            return (self,)
+        back = group_indexed(
+            self.target, self.source, found.rewrite(scope.names), index=self.index, num=max(nums)
+        )
+        refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
+        return (Unstack(self.source, self.target, self.index, self.dim, max(nums)),)
+
+
+def stack(
+    source: str | Template,
+    target: str | Template,
+    *,
+    index: str | None = None,
+    dim: int = 0,
+    num: int | None = None,
+) -> Pipeline:
+    """Stack the tensors whose names differ by an index along a new dim.
+
+    Args:
+        source: The pattern of the parts; it has exactly one hole more than the target, the index.
+        target: The pattern of the result, which stands where the first of its parts stood. A ``?`` at its end allows
+            that there is nothing to stack.
+        index: The name of that hole, for the reader.
+        dim: Where the new dim stands in the result; negative ones count from the end.
+        num: How many parts each stack must have.
+
+    Raises:
+        BadPattern: The patterns do not fit each other.
+        IncompleteGroup: When run: the indices are not ``0..n-1``, or not the same everywhere; it names them.
+        SpecMismatch: When run: shapes or dtypes differ.
+
+    Law: exact; ``~`` is the ``unstack``.
+
+    >>> import torch
+    >>> stack("e.{x}.w", "e.w")({"e.1.w": torch.tensor([2]), "e.0.w": torch.tensor([1])})["e.w"]
+    tensor([[1],
+            [2]])
+    """
+    return Pipeline((Stack(as_template(source), as_template(target), index, dim, num),))
+
+
+def unstack(
+    source: str | Template,
+    target: str | Template,
+    *,
+    index: str | None = None,
+    dim: int = 0,
+    num: int | None = None,
+) -> Pipeline:
+    """Take a tensor apart along a dim into tensors whose names differ by the index; the inverse of ``stack``.
+
+    Args:
+        source: The pattern of the tensor. A ``?`` at its end allows that nothing matches.
+        target: The pattern of the parts; it has exactly one hole more than the source, the index.
+        index: The name of that hole, for the reader.
+        dim: The dim that goes away; negative ones count from the end.
+        num: How many parts there must be; otherwise as many as the dim has.
+
+    Law: exact; ``~`` is the ``stack``.
+
+    >>> import torch
+    >>> list(unstack("e.w", "e.{x}.w")({"e.w": torch.zeros(2, 3)}))
+    ['e.0.w', 'e.1.w']
+    """
+    return Pipeline((Unstack(as_template(source), as_template(target), index, dim, num),))
