@@ -8,6 +8,10 @@ from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import StateDict, specs
 from fdsd.data.template import Template
 from fdsd.data.train import TrainState
+from fdsd.engine.diffing import Diff, diff
+from fdsd.engine.materializing import materialize
+from fdsd.engine.opening import open
+from fdsd.engine.saving import save
 from fdsd.pipeline.pipeline import Conversion, Pipeline, State, identity, pipe
 from fdsd.pipeline.step import Grade
 from fdsd.transforms import (
@@ -45,6 +49,7 @@ from fdsd.transforms import (
 
 __all__ = [
     "Conversion",
+    "Diff",
     "Grade",
     "Lazy",
     "ModelSpec",
@@ -65,6 +70,7 @@ __all__ = [
     "concat",
     "crop",
     "defer",
+    "diff",
     "drop",
     "drop_prefix",
     "filter_frozen",
@@ -74,6 +80,7 @@ __all__ = [
     "insert",
     "lerp",
     "map_tensors",
+    "materialize",
     "pad",
     "partition",
     "permute",
@@ -81,6 +88,7 @@ __all__ = [
     "pipe",
     "rename_fqns",
     "reshape",
+    "save",
     "select",
     "specs",
     "split",

@@ -47,10 +47,11 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
     True
     """
 
-    __slots__ = ("_items", "_metadata")
+    __slots__ = ("_history", "_items", "_metadata")
 
     _items: dict[str, V_co]
     _metadata: Mapping[str, Any] | None
+    _history: tuple[Any, ...]
 
     def __init__(
         self,
@@ -69,19 +70,29 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
                 _refuse_duplicates([name for name, _ in pairs])
         if not all(map(str.__instancecheck__, kept)) and (odd := [n for n in kept if not isinstance(n, str)]):
             raise SpecMismatch(f"StateDict: names are strings; these are not: {listing(odd)}.")
-        self._set(kept, metadata)
+        self._set(kept, metadata, getattr(items, "_history", ()))
 
-    def _set(self, items: dict[str, V_co], metadata: Mapping[str, Any] | None) -> None:
+    def _set(
+        self, items: dict[str, V_co], metadata: Mapping[str, Any] | None, history: tuple[Any, ...] = ()
+    ) -> None:
         object.__setattr__(self, "_items", items)
+        object.__setattr__(self, "_history", history)
         frozen = None if metadata is None else MappingProxyType(dict(metadata))
         object.__setattr__(self, "_metadata", frozen)
 
     @classmethod
-    def trusted(cls, items: dict[str, W], metadata: Mapping[str, Any] | None = None) -> StateDict[W]:
+    def trusted(
+        cls, items: dict[str, W], metadata: Mapping[str, Any] | None = None, history: tuple[Any, ...] = ()
+    ) -> StateDict[W]:
         """Wrap a fresh dict that the caller gives away, without checks or a copy (for fdsd's own use)."""
         made: StateDict[W] = cls.__new__(cls)  # type: ignore[assignment]
-        made._set(items, metadata)
+        made._set(items, metadata, history)
         return made
+
+    @property
+    def history(self) -> tuple[Any, ...]:
+        """The steps that made this state of another, in order; ``save`` records them. No part of equality."""
+        return self._history
 
     @property
     def metadata(self) -> Mapping[str, Any] | None:
@@ -112,7 +123,7 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
                 f"replace: {listing(unknown)} not in this state dict of {len(self)} names"
                 f"{self._hint(unknown[0])}. Use insert() or combine() to add names."
             )
-        return StateDict.trusted({**self._items, **mapping}, self._metadata)
+        return StateDict.trusted({**self._items, **mapping}, self._metadata, self._history)
 
     def map(self, names_and_leaves: Iterable[tuple[str, W]]) -> StateDict[W]:
         """Give a state dict of other items that keeps this one's metadata."""

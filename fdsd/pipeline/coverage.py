@@ -1,6 +1,6 @@
 """Which elements of a source a result is made of, and how often, counted exactly.
 
-The walk from a region of an expression down to its source elements lives here as well (``trail``), since ``why``
+The walk from a region of an expression down to its source elements lives here as well (``trail``): ``why``
 asks the same of one element. Nothing here reads data.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from attrs import field, frozen
@@ -30,7 +30,8 @@ from fdsd.pipeline.planning import deferred, expressions
 from fdsd.pipeline.run import note_step, run_step
 from fdsd.pipeline.step import Step
 
-__all__ = ["Coverage", "End", "Uses", "Way", "coverage", "lazily", "trail"]
+__all__ = ["Coverage", "End", "Uses", "Way", "coverage", "lazily", "mentioned", "trail"]
+
 
 class Uses(NamedTuple):
     """How many elements of a tensor are used once, more than once, and never."""
@@ -81,64 +82,68 @@ class Coverage:
         return not self.dropped and all(not uses.more and not uses.never for uses in self.counts.values())
 
     def __str__(self) -> str:
-        total = self.total
-        lines = [
-            f"{plural(len(self.counts), 'tensor')}, {plural(total.total, 'element')}: {total.once:,} used once, "
-            f"{total.more:,} more than once, {total.never:,} never"
-        ]
-        gone = set(self.dropped)
-        left = {name: uses for name, uses in self.counts.items() if name not in gone}
-        for title, amounts in (
-            ("used once", {name: (uses.once, uses.total) for name, uses in left.items() if uses.once}),
-            ("used more than once", {name: (uses.more, uses.total) for name, uses in left.items() if uses.more}),
-            ("never used", {name: (uses.never, uses.total) for name, uses in left.items() if uses.never}),
-            ("dropped", {name: (self.counts[name].total,) * 2 for name in self.dropped}),
-        ):
-            lines.extend(_table(title, amounts))
-        for name, others in list(self.aliases.items())[:10]:
-            lines.append(f"tied, counted once: {name}, {', '.join(others)}")
-        if len(self.aliases) > 10:
-            lines.append(f"and {len(self.aliases) - 10} more ties")
+        total, gone = self.total, set(self.dropped)
+        left = [(name, uses) for name, uses in self.counts.items() if name not in gone]
+        head = f"{plural(len(self.counts), 'tensor')}, {plural(total.total, 'element')}"
+        lines = [f"{head}: {total.once:,} used once, {total.more:,} more than once, {total.never:,} never"]
+        lines += _table("used once", {name: (uses.once, uses.total) for name, uses in left})
+        lines += _table("used more than once", {name: (uses.more, uses.total) for name, uses in left})
+        lines += _table("never used", {name: (uses.never, uses.total) for name, uses in left})
+        lines += _section("dropped", [f"  {found.text}" for found in fold(self.dropped)])
+        ties = [f"  {', '.join((name, *others))}" for name, others in self.aliases.items()]
+        lines += _section("tied, counted once", ties)
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def _table(title: str, amounts: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-    """Word one class of tensors, names folded where the amounts are equal: ten lines at most, the rest counted."""
-    if not amounts:
-        return
-    yield f"{title}:"
-    folds = fold(amounts, amounts.__getitem__)
-    for found in folds[:10]:
+def _table(title: str, amounts: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Word one class of tensors; names with equal amounts are folded."""
+    lines: list[str] = []
+    for found in fold([name for name, (part, _) in amounts.items() if part], amounts.__getitem__):
         part, whole = amounts[found.names[0]]
         text = f"all {whole:,}" if part == whole else f"{part:,} of {whole:,}"
-        yield f"  {found.text}: {text}" + (" each" if len(found.names) > 1 else "")
-    if rest := sum([len(found.names) for found in folds[10:]]):
-        yield f"  and {rest:,} more"
+        lines.append(f"  {found.text}: {text}" + (" each" if len(found.names) > 1 else ""))
+    return _section(title, lines)
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    """Put a title before lines, if there are any: ten at most, the rest counted."""
+    rest = len(lines) - 10
+    more = [f"  and {rest:,} more like these"] if rest > 0 else []
+    return [f"{title}:", *lines[:10], *more] if lines else []
 
 
 def coverage(steps: Iterable[Step], source: Any) -> Coverage:
     """Count for each element of the source how often the result uses it.
 
-    Uses are of elements by places, not reads by a run: each result tensor is looked at alone (a tied one once), and
-    its uses are added up.
+    A use is a place of the result that depends on the element, not a read by some run. Each result tensor
+    is looked at alone, a tied one once, and the uses are added up:
 
-    * A place of a result that is moved, cast or computed place by place from an element is one use of it; so
-      ``concat`` of a tensor with itself, and ``index_select`` with repeats, use elements twice.
+    * A place that an element was moved to, cast, or computed from place by place, uses that element once. So a
+      tensor that goes into two results, ``concat`` of a tensor with itself, and ``index_select`` with repeats use
+      elements twice.
     * A function of whole tensors uses every element that it is given once for each result that depends on it,
       however much of its value arrives there, and in how many places.
-    * A comparison of values (of tied or joined tensors that must agree) uses all that it compares.
 
     Args:
         steps: The steps of a pipeline.
-        source: The state to rewrite, or its specs; of a ``TrainState``, the model. Objects that are no tensors are
-            not counted.
+        source: The state to rewrite, or its specs; of a ``TrainState``, the model. Objects that are no
+            tensors are not counted.
 
-    Law: ``uses.total`` is the number of elements; a pipeline of renames and other bijections is an exact cover.
+    Returns:
+        The counts by names of the source; tied tensors count as one, under the first name.
 
-    >>> coverage((), {"a": torch.ones(2, 3), "b": torch.ones(4)}).is_exact_cover
-    True
+    Raises:
+        FdsdError: The steps do not run on this source.
+
+    Law: a pipeline of bijections (renames, permutations, splits, joins) is an exact cover.
+
+    >>> coverage((), {"a": torch.ones(2, 3), "b": torch.ones(4)})
+    2 tensors, 10 elements: 10 used once, 0 more than once, 0 never
+    used once:
+      a: all 6
+      b: all 4
     """
     states = lazily(steps, source)
     tally = _Tally()
@@ -154,11 +159,13 @@ def coverage(steps: Iterable[Step], source: Any) -> Coverage:
             if first != name:
                 aliases[first] = (*aliases.get(first, ()), name)
             else:
-                counts[name] = tally.uses(name, leaf.shape)
+                counts[name] = tally.uses(leaf.op, leaf.shape)
     dropped = [name for name, uses in counts.items() if not uses.once and not uses.more]
-    if any(not counts[name].total for name in dropped):  # tensors without elements are dropped if nothing needs them
-        reached = _reached(roots)
-        dropped = [name for name in dropped if counts[name].total or name not in reached]
+    if any(not counts[name].total for name in dropped):
+        reached = {
+            id(op) for op in mentioned(roots)
+        }  # one without elements is dropped if no result mentions it
+        dropped = [name for name in dropped if counts[name].total or id(states[0][name].op) not in reached]
     return Coverage(StateDict.trusted(counts), StateDict.trusted(aliases), tuple(dropped))
 
 
@@ -173,8 +180,8 @@ def lazily(steps: Iterable[Step], source: Any) -> list[StateDict[Any]]:
     """
     if not isinstance(source, Mapping | TrainState | OptimState | ModelSpec):
         raise Unsupported(
-            f"{type(source).__name__} is no state. Give a mapping of names to tensors or specs; for a module, its "
-            "state_dict()."
+            f"{type(source).__name__} is no state. Give a mapping of names to tensors or specs; for a "
+            "module, its state_dict()."
         )
     every = tuple(steps)
     given, state = deferred((), abstract(source))
@@ -185,13 +192,17 @@ def lazily(steps: Iterable[Step], source: Any) -> list[StateDict[Any]]:
         except FdsdError as error:
             note_step(error, number, len(every), step)
             raise
-        if not isinstance(state, StateDict):
+        if not _is_state_dict(state):
             raise Unsupported(
-                f"{step.verb} gives {type(state).__name__}: where elements come from is known for state dicts only. "
-                "Ask about the steps before it."
+                f"{step.verb} gives {type(state).__name__}, but where elements come from is known of state "
+                "dicts only. Ask about the steps before it."
             )
         states.append(state)
     return states
+
+
+def _is_state_dict(state: object) -> TypeGuard[StateDict[Any]]:
+    return isinstance(state, StateDict)
 
 
 # -- the walk down to the source ---------------------------------------------------------------------------
@@ -215,11 +226,12 @@ class End(NamedTuple):
 def trail(root: Lazy, region: Region) -> Iterator[End]:
     """Walk from a region of an expression to all that its elements are made of.
 
-    Elements are followed one by one through what moves them or computes each from those at the same place. Of any
-    other operation each input is followed once for each region that it needs.
+    Elements are followed one by one through what moves them, or computes each from those at the same place.
+    Of any other operation, each input is followed once for each region that it needs.
 
     >>> from fdsd.algebra.apply import apply, defer_leaf
     >>> from fdsd.algebra.ops import Permute
+    >>> from fdsd.data.region import Span
     >>> x = apply(Permute((1, 0)), defer_leaf(torch.ones(2, 3), "x"))
     >>> [(end.op, end.region.spans) for end in trail(x, Region((Span(2), Span(1))))]
     [(Origin('x'), (Span(start=1, pairs=()), Span(start=2, pairs=())))]
@@ -236,12 +248,12 @@ def trail(root: Lazy, region: Region) -> Iterator[End]:
             way = Way(owner.op, way)
             if not owner.inputs:
                 yield End(owner.op, region, way)
-            stack.extend(
-                reversed([(x, need, _memory(need), way) for x, need in _needs(owner, region, seen)])
-            )
+            needs = list(_needs(owner, region, seen))
+            stack.extend([(x, need, _memory(need), way) for x, need in reversed(needs)])
         elif isinstance(op, Structural):
             way = Way(op, way) if op.rounds else way
-            stack.extend(reversed([(x, part, view, way) for x, part, view in op.pull(node.inputs, region, out)]))
+            pulls = list(op.pull(node.inputs, region, out))
+            stack.extend([(x, part, view, way) for x, part, view in reversed(pulls)])
         else:
             yield End(op, region, way)
 
@@ -267,9 +279,8 @@ def _memory(region: Region) -> torch.Tensor:
     return torch.empty(region.shape, device="meta")
 
 
-def _reached(roots: Iterable[Lazy]) -> set[str]:
-    """List the source tensors that expressions mention."""
-    found: set[str] = set()
+def mentioned(roots: Iterable[Lazy]) -> Iterator[Op]:
+    """List the operations of expressions, each node's once."""
     seen: set[int] = set()
     stack = list(roots)
     while stack:
@@ -277,9 +288,7 @@ def _reached(roots: Iterable[Lazy]) -> set[str]:
         if id(node) not in seen:
             seen.add(id(node))
             stack.extend(node.inputs)
-            if isinstance(node.op, Origin):
-                found.add(node.op.fqn)
-    return found
+            yield node.op
 
 
 # -- adding up ----------------------------------------------------------------------------------------------
@@ -287,30 +296,30 @@ def _reached(roots: Iterable[Lazy]) -> set[str]:
 
 @frozen
 class _Tally:
-    """The uses found so far: whole tensors, and parts of tensors as grids, with how often."""
+    """The uses found so far by the id of where expressions begin: of whole tensors, and of parts as grids."""
 
-    whole: Counter[str] = field(factory=Counter[str])
-    parts: dict[str, Counter[Grid]] = field(factory=dict[str, "Counter[Grid]"])
+    whole: Counter[int] = field(factory=Counter[int])
+    parts: dict[int, Counter[Grid]] = field(factory=dict[int, Counter[Grid]])
 
     def add(self, root: Lazy) -> None:
         """Count what one result uses."""
         if isinstance(root.op, Origin):
-            self.whole[root.op.fqn] += 1
+            self.whole[id(root.op)] += 1
             return
-        (root,) = Graph([root]).roots  # a run makes equal operations on identical inputs one node; so do the counts
+        (root,) = Graph([root]).roots  # equal functions of identical inputs are one, as they are in a run
         for end in trail(root, Region.whole(root.shape)):
             if not isinstance(end.op, Origin):
                 continue
-            fqn, numel = end.op.fqn, end.op.spec.numel
+            key, numel = id(end.op), end.op.spec.numel
             for grid, times in grids(end.region):
                 if math.prod([span.numel for span in grid]) == numel:
-                    self.whole[fqn] += times
+                    self.whole[key] += times
                 else:
-                    self.parts.setdefault(fqn, Counter())[grid] += times
+                    self.parts.setdefault(key, Counter())[grid] += times
 
-    def uses(self, fqn: str, shape: tuple[int, ...]) -> Uses:
+    def uses(self, origin: Op, shape: tuple[int, ...]) -> Uses:
         """Give the counts of one tensor."""
         found: Counter[int] = Counter()
-        for times, elements in spread(self.parts.get(fqn, {}), shape).items():
-            found[times + self.whole[fqn]] += elements
+        for times, elements in spread(self.parts.get(id(origin), {}), shape).items():
+            found[times + self.whole[id(origin)]] += elements
         return Uses(found[1], sum([n for times, n in found.items() if times > 1]), found[0])

@@ -1,4 +1,4 @@
-"""Counting the elements of a tensor by how many of some grids contain them, without a mask of the tensor's size.
+"""Counting the elements of a tensor by how many grids contain them, without a mask of the tensor's size.
 
 Integers only: nothing here knows of expressions, names or data.
 """
@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
-import torch
-
 from fdsd.data.region import Region, Span
 
 __all__ = ["Grid", "grids", "spread"]
@@ -19,7 +17,7 @@ __all__ = ["Grid", "grids", "spread"]
 Grid = tuple[Span, ...]
 """One span for each dim, none with an index twice, pairs of one run joined."""
 
-_WINDOW = 1 << 20
+_WINDOW = 1 << 18
 """How many indices of a dim are looked at one by one at a time, where spans overlap irregularly."""
 
 
@@ -34,7 +32,7 @@ def grids(region: Region) -> Iterator[tuple[Grid, int]]:
 
 
 def _plain(span: Span) -> list[tuple[Span, int]]:
-    """Order the pairs by step, join those that make one run, and part those that would meet an index twice."""
+    """Order the pairs by step, join those of one run, and take apart those that would meet an index twice."""
     if not span.pairs or (len(span.pairs) == 1 and span.pairs[0][0] > 1 and span.pairs[0][1] > 0):
         return [(span, 1)]
     times = math.prod([length for length, step in span.pairs if not step])
@@ -55,8 +53,8 @@ def _plain(span: Span) -> list[tuple[Span, int]]:
 def spread(parts: Mapping[Grid, int], shape: tuple[int, ...]) -> Counter[int]:
     """Tell how many elements of a tensor lie in how many of some grids.
 
-    The indices of one dim fall into classes by which spans contain them; each class is counted once, over the other
-    dims, however many indices it has.
+    The indices of one dim fall into classes by which spans contain them; each class is counted once, over the
+    other dims, however many indices it has.
 
     Args:
         parts: Grids, each with how often it counts.
@@ -100,7 +98,7 @@ def _is_run(span: Span) -> bool:
 
 
 def _fold_all(spans: Iterable[Span]) -> tuple[int, dict[Span, Grid]] | None:
-    """Find a period over which every span is a grid of rows and columns: interleaved parts become plain ones."""
+    """Find a period by which all spans are grids of rows and columns: interleaved parts become plain ones."""
     every = list(spans)
     steps = sorted({step for span in every for _, step in span.pairs if step > 1}, reverse=True)
     for period in steps[:8]:
@@ -131,7 +129,8 @@ def _spread_folded(
     rows = -(-shape[dim] // period)
     deeper = {grid[:dim] + folded[grid[dim]] + grid[dim + 1 :]: times for grid, times in parts.items()}
     found = spread(deeper, (*shape[:dim], rows, period, *shape[dim + 1 :]))
-    found[0] -= (rows * period - shape[dim]) * math.prod(shape[:dim] + shape[dim + 1 :])  # the last row may be short
+    beyond = rows * period - shape[dim]  # the last row may be short
+    found[0] -= beyond * math.prod(shape[:dim] + shape[dim + 1 :])
     return found
 
 
@@ -158,30 +157,14 @@ def _classes(spans: Sequence[Span], size: int) -> Counter[tuple[int, ...]]:
 
 def _window(spans: Sequence[Span], low: int, high: int) -> Counter[tuple[int, ...]]:
     """Do what ``_classes`` does for indices from ``low`` on and below ``high``, one by one."""
-    pieces = [(k, _indices(part)) for k, span in enumerate(spans) for part in _between(span, low, high)]
-    if not pieces:
-        return Counter({(): high - low})
-    where = torch.cat([indices for _, indices in pieces])
-    who = torch.cat([torch.full((len(indices),), k) for k, indices in pieces])
-    order = torch.argsort(where, stable=True)
-    who = who[order]
-    _, runs = torch.unique_consecutive(where[order], return_counts=True)
-    ends = runs.cumsum(0)
-    found: Counter[tuple[int, ...]] = Counter({(): high - low - len(runs)})
-    alone = torch.bincount(who[ends[runs == 1] - 1], minlength=len(spans)).tolist()
-    found.update({(k,): n for k, n in enumerate(alone) if n})
-    members: list[int] = who.tolist()
-    shared = runs > 1
-    for end, run in zip(ends[shared].tolist(), runs[shared].tolist(), strict=True):
-        found[tuple(members[end - run : end])] += 1
+    inside_of: dict[int, list[int]] = {}
+    for k, span in enumerate(spans):
+        for part in _between(span, low, high):
+            for index in part.indices():
+                inside_of.setdefault(index, []).append(k)
+    found = Counter(map(tuple, inside_of.values()))
+    found[()] += high - low - len(inside_of)
     return found
-
-
-def _indices(span: Span) -> torch.Tensor:
-    indices = torch.tensor([span.start])
-    for length, step in span.pairs:
-        indices = (indices[:, None] + torch.arange(length) * step).reshape(-1)
-    return indices
 
 
 def _between(span: Span, low: int, high: int) -> Iterator[Span]:

@@ -31,6 +31,7 @@ def run_step(step: Step, state: Any) -> Any:
     if isinstance(state, TrainState):
         rewrite = step.rewrite(Scope(state.model))
         raise_problems(step, rewrite.problems)
+        _check_shapes(step, rewrite, state.model)
         problems: list[Problem] = []
         optim = None if state.optim is None else lift_beside(step, rewrite, state.model, state.optim, problems)
         raise_problems(step, problems)
@@ -45,19 +46,23 @@ def run_step(step: Step, state: Any) -> Any:
     return _run_rewrite(step, rewrite, state)
 
 
-def _run_rewrite(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> StateDict[Any]:
-    """Check shapes on specs first, so that nothing is computed if anything does not fit; then do it."""
-    problems: list[Problem] = []
+def _check_shapes(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> None:
+    """Run on specs first, so that nothing is computed if anything does not fit."""
     used = {name: state[name] for assign in rewrite.assigns if assign.build for name in assign.sources}
-    if any(map(is_exact, used.values())) and step.checks_first:
-        abstract = Rewrite(tuple([a for a in rewrite.assigns if a.build is not None]))
-        build_leaves(abstract, specs(used), problems)
+    if step.checks_first and any(map(is_exact, used.values())):
+        problems: list[Problem] = []
+        build_leaves(Rewrite(tuple([a for a in rewrite.assigns if a.build])), specs(used), problems)
         raise_problems(step, problems)
+
+
+def _run_rewrite(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> StateDict[Any]:
+    _check_shapes(step, rewrite, state)
+    problems: list[Problem] = []
     made = build_leaves(rewrite, state, problems)
     raise_problems(step, problems)
     moves = [(a.sources[0], a.target) for a in rewrite.assigns if a.build is None]
     metadata = move_metadata(getattr(state, "_metadata", None), moves)
-    return StateDict.trusted(made, metadata)
+    return StateDict.trusted(made, metadata, (*getattr(state, "_history", ()), step))
 
 
 def raise_problems(step: Step, problems: tuple[Problem, ...] | list[Problem]) -> None:

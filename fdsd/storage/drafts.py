@@ -38,7 +38,7 @@ def _libc_function(name: str, *types: Any) -> Callable[..., int] | None:
     return function  # type: ignore[no-any-return]
 
 
-# posix_fallocate would fall back to writing a byte in every block, which takes hours on a network file system.
+# posix_fallocate would fall back to a byte in every block, which takes hours on a network file system.
 _fallocate = _libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _sync_file_range = _libc_function(
     "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint

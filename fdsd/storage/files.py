@@ -13,7 +13,7 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, NoReturn
 
 from attrs import define, frozen
@@ -159,7 +159,7 @@ class OpenFiles:
         return OpenFiles, (self._limit, self._flags)
 
     @contextlib.contextmanager
-    def borrow(self, path: str, stamp: FileStamp | None = None) -> Iterator[int]:
+    def borrow(self, path: str, stamp: FileStamp | None = None) -> Generator[int, None, None]:
         """Lend the descriptor of a file.
 
         Args:
@@ -235,7 +235,8 @@ def read_exactly(fd: int, memory: memoryview, offset: int, path: str) -> None:
             refuse(error, path, f"bytes {offset + done} and on could not be read")
         if not count:
             raise BadFile(
-                f"{path} is truncated: bytes {offset} to {offset + total} were asked, it ends at {offset + done}."
+                f"{path} is truncated: bytes {offset} to {offset + total} were asked, "
+                f"and it ends at {offset + done}."
             )
         done += count
 

@@ -1,4 +1,4 @@
-"""The formats that fdsd knows, and how it tells them apart: by content, then by what a folder holds, then by name.
+"""The formats that fdsd knows, and how it tells them apart: by content, by what a folder holds, by name.
 
 Nothing here reads tensors.
 """
@@ -78,8 +78,8 @@ def detect(path: str | os.PathLike[str], format: str | None = None) -> str:
         format: The format's name, if it is known already.
 
     Returns:
-        The format's name. What exists is judged by its content; what does not, by its suffix, a path without one
-        being a folder of safetensors.
+        The format's name. What exists is judged by its content; what does not, by its suffix, a path without
+        one being a folder of safetensors.
 
     Raises:
         Unsupported: No format fits, or there is none of this name; the message lists them.

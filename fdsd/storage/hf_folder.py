@@ -18,7 +18,7 @@ from fdsd.data.errors import BadFile, UnsafeFile, listing, plural
 from fdsd.storage.files import FileStamp, MissingFile, read_exactly, refuse
 from fdsd.storage.safetensors_header import Header
 from fdsd.storage.shards import INDEX_NAME, SINGLE_NAME
-from fdsd.storage.strict_json import parse_object
+from fdsd.storage.strict_json import as_object, parse_object
 
 __all__ = ["OLD", "Index", "checkpoint_files", "find_files", "index_text", "is_plain_name", "read_index"]
 
@@ -104,8 +104,8 @@ def parse_index(path: Path) -> dict[str, str]:
     Raises:
         BadFile: It is malformed, or has a key twice.
     """
-    weight_map = parse_object(_read_text(path), str(path)).get("weight_map")
-    if not isinstance(weight_map, dict):
+    weight_map = as_object(parse_object(_read_text(path), str(path)).get("weight_map"))
+    if weight_map is None:
         raise BadFile(
             f"{path} has no 'weight_map' from names to files, so it is no index of safetensors files."
         )
@@ -190,8 +190,8 @@ def _refuse_remains(folder: Path, names: Iterable[str]) -> None:
     moved = [name for name in names if name.startswith(OLD)]
     if moved:
         raise BadFile(
-            f"{folder}: a save was cut off while it replaced the files here. The old ones have the hidden names "
-            f"{listing(moved)}; rename them back, or save again with overwrite=True."
+            f"{folder}: a save was cut off while it replaced the files here. The old ones have the hidden "
+            f"names {listing(moved)}; rename them back, or save again with overwrite=True."
         )
 
 
@@ -213,15 +213,15 @@ def _refuse_holes(folder: Path, names: Iterable[str]) -> None:
 def checkpoint_files(folder: Path) -> list[str]:
     """List the safetensors files and the index of the checkpoint that a new one in this folder replaces.
 
-    A broken index is listed by itself; files that it names outside its folder, or that are no ``.safetensors``,
-    never are.
+    A broken index is listed by itself; files that it names outside its folder, or that are no
+    ``.safetensors``, never are.
     """
     made = [name for name in (INDEX_NAME, SINGLE_NAME) if os.path.lexists(folder / name)]
     if INDEX_NAME in made:
         try:
             files = set(parse_index(folder / INDEX_NAME).values())
         except BadFile:
-            files = set()
+            files = set[str]()
         made += sorted(
             file
             for file in files - {SINGLE_NAME}

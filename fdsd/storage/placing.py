@@ -1,15 +1,15 @@
 """Putting the finished files of a checkpoint in place: all of them, or none.
 
-The last rename is of the *root*, the file by which readers find the checkpoint: the index, or the single file.
+The last rename is of the *root*, the file by which readers find the checkpoint: the index, or the one file.
 
-* One file, or no file of the old checkpoint in the way: the other new files are renamed first, then the root.
-  Until then readers find the old checkpoint, whole; from then on the new one.
+* No old file in the way of the other new ones: those are renamed first, then the root. Until then readers
+  find the old checkpoint, whole; from then on the new one.
 * New files have names of old ones: the old root and those files are first renamed to hidden names
   (``.fdsd-old-...``), so that no reader can see a mixture; then the new files come, the root last. A crash of
-  the machine within these renames leaves a folder without a root, which no reader opens; old and new files are
-  all there, under hidden names. An error or an interrupt undoes the renames.
-* Files of the old checkpoint that are not part of the new one are removed only after the new root stands. After
-  a crash before that, both checkpoints are whole, and opening the folder asks which is meant.
+  the machine within these renames leaves a folder without a root, which no reader opens; old and new files
+  are all there, under hidden names. An error or an interrupt undoes the renames.
+* Files of the old checkpoint that are not part of the new one are removed only after the new root stands.
+  After a crash before that, both checkpoints are whole, and opening the folder asks which is meant.
 
 Nothing here knows what the files hold.
 """
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from attrs import frozen
 
+from fdsd.data.errors import listing
 from fdsd.storage.drafts import Draft, hidden_name, sync_folder
 from fdsd.storage.files import DiskError, refuse
-from fdsd.data.errors import listing
 
 __all__ = ["Placement"]
 
@@ -111,8 +111,8 @@ class Placement:
                 kept.append(path.name)
         if kept:
             raise DiskError(
-                f"{self.folder}: the new checkpoint stands, but these old files could not be removed: {listing(kept)}. "
-                "Remove them by hand."
+                f"{self.folder}: the new checkpoint stands, but these old files could not be removed: "
+                f"{listing(kept)}. Remove them by hand."
             )
 
     def _sync(self) -> None:

@@ -106,7 +106,8 @@ def read_region(
         )
     if tuple(out.shape) != region.shape:
         raise SpecMismatch(
-            f"reading a region of shape {region.shape} into memory of shape {tuple(out.shape)}: they must be equal."
+            f"reading a region of shape {region.shape} into memory of shape {tuple(out.shape)}: "
+            "they must be equal."
         )
     check_cast(spec.dtype, out.dtype)
     if not region.numel:
@@ -209,8 +210,8 @@ class _Walk:
 def _copy_cells(found: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
     """Copy raw cells that are elements of ``dtype`` into ``out``; a transposed copy is turned first.
 
-    torch has a fast kernel for turning a whole matrix, and none for writing columns: in two steps it takes half
-    the time, or less.
+    torch has a fast kernel for turning a whole matrix, and none for writing columns: in two steps it takes
+    half the time, or less.
     """
     if found.ndim >= 2 and out.stride(-2) < out.stride(-1):
         rows, columns = found.shape[-2:]
@@ -247,7 +248,7 @@ def _cut(dims: list[_Dim], inner: int, limit: int) -> Iterator[tuple[list[_Dim],
     else:
         length = (limit - rooms[cut + 1]) // dim.source + 1 if dim.source else dim.length
     length = max(1, min(length, dim.length))
-    for source, target in _offsets([tuple(other) for other in before]):
+    for source, target in _offsets(before):
         for i in range(0, dim.length, length):
             part = [dim._replace(length=min(length, dim.length - i)), *rest]
             yield part, source + i * dim.source, target + i * dim.target

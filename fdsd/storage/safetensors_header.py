@@ -22,7 +22,7 @@ from attrs import frozen
 from fdsd.data.errors import BadFile, SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec, dtype_name
 from fdsd.storage.files import FileStamp, read_exactly, refuse
-from fdsd.storage.strict_json import is_text, parse_object
+from fdsd.storage.strict_json import as_list, as_object, is_text, parse_object
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "build_header", "check_storable", "parse_header", "read_header"]
 
@@ -167,9 +167,9 @@ class _Info:
 def _metadata(value: Any, path: str) -> dict[str, str]:
     if value is None:
         return {}
-    if not isinstance(value, dict):
+    made = as_object(value)
+    if made is None:
         raise BadFile(f"The header of {path}: {METADATA} is not an object of strings.")
-    made: dict[str, str] = value
     odd = [key for key, text in made.items() if not isinstance(text, str)]
     if odd:
         raise BadFile(f"The header of {path}: {METADATA} has values that are no strings, at {listing(odd)}.")
@@ -178,39 +178,46 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 def _info(name: str, entry: Any, problems: list[str]) -> _Info | None:
     """Read what the header says of one tensor; note the problem and give ``None`` if that is impossible."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+    fields = as_object(entry)
+    if fields is None or fields.keys() != {"dtype", "shape", "data_offsets"}:
         problems.append(f"{name!r} must have exactly 'dtype', 'shape' and 'data_offsets'")
         return None
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(code, str) or code not in _NAMES and code not in _FOREIGN:
-        problems.append(f"{name!r} has the unknown dtype {code!r}")
-    elif not _are_sizes(shape) or not _fits(shape):
-        problems.append(f"{name!r} has {_short(shape)} for a shape")
-    elif not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        problems.append(f"{name!r} has {_short(offsets)} for offsets")
+    code, shape, offsets = fields["dtype"], _sizes(fields["shape"]), _sizes(fields["data_offsets"])
+    if not isinstance(code, str) or (code not in _NAMES and code not in _FOREIGN):
+        problems.append(f"{name!r} has the unknown dtype {_short(code)}")
+    elif shape is None or not _fits(shape):
+        problems.append(f"{name!r} has {_short(fields['shape'])} for a shape")
+    elif offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        problems.append(f"{name!r} has {_short(fields['data_offsets'])} for offsets")
     else:
-        info = _Info(code, tuple(shape), offsets[0], offsets[1])
+        info = _Info(code, shape, *offsets)
         expected = info.nbytes()
         if expected == info.end - info.begin:
             return info
         wanted = "whose last elements fill no byte" if expected is None else f"{expected} bytes"
         problems.append(
-            f"{name!r} is {code} {_short(shape)}, {wanted}, and has {info.end - info.begin} bytes"
+            f"{name!r} is {code} {_short(list(shape))}, {wanted}, and has {info.end - info.begin} bytes"
         )
     return None
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _I64 for item in value)
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    items = as_list(value)
+    if items is None or not all(type(item) is int and 0 <= item <= _I64 for item in items):
+        return None
+    return tuple(items)
 
 
-def _fits(shape: list[int]) -> bool:
+def _fits(shape: tuple[int, ...]) -> bool:
     """Whether the sizes multiply without overflow, in order, as libraries multiply them."""
     return all(numel <= _I64 for numel in itertools.accumulate(shape, operator.mul))
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a deeply nested value"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -261,7 +268,8 @@ def check_storable(specs: Mapping[str, TensorSpec], path: str | os.PathLike[str]
     ]
     if foreign:
         raise Unsupported(
-            f"{os.fspath(path)}: safetensors has no dtype for {listing(foreign)}. Cast them or save a torch file."
+            f"{os.fspath(path)}: safetensors has no dtype for {listing(foreign)}. "
+            "Cast them, or save a torch file."
         )
     halved = [name for name, spec in specs.items() if _CODES[spec.dtype] == "F4" and not spec.shape]
     if halved:

@@ -75,8 +75,8 @@ def _joined(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 class SafetensorsSink:
     """Safetensors files that are being written; made by ``create`` or ``create_folder``.
 
-    A context manager: leaving it commits, leaving it by any exception (an interrupt too) aborts. Until the commit
-    nothing stands under a final name, and what stood there before is unchanged.
+    A context manager: leaving it commits, leaving it by any exception (an interrupt too) aborts. Until the
+    commit nothing stands under a final name, and what stood there before is unchanged.
 
     Attributes:
         path: The file or folder that is being written.
@@ -173,8 +173,8 @@ class SafetensorsSink:
             max_shard_size: The most bytes of tensors in one file, as ``"5GB"`` or a number.
             metadata: More entries for the ``__metadata__`` of each file.
             aliases: Alias to owner; aliases are recorded, not stored.
-            overwrite: Whether a checkpoint in the folder may be replaced. Files of the old one that the new one
-                does not have are removed after the new index stands (see ``placing``).
+            overwrite: Whether a checkpoint in the folder may be replaced. Files of the old one that the new
+                one does not have are removed after the new index stands (see ``placing``).
             durable: Whether the commit waits until the bytes are on the disk.
 
         Raises:
@@ -252,9 +252,9 @@ class SafetensorsSink:
 
         Args:
             fqn: The tensor.
-            region: A region of it; or the offset in bytes within the row-major tensor of bytes that are consecutive.
-            value: The elements, of the tensor's dtype, with one dim for each pair of the region (of any shape for an
-                offset); for an offset, any bytes as well.
+            region: A region of it; or, for consecutive bytes, their offset within the row-major tensor.
+            value: The elements, of the tensor's dtype, with one dim for each pair of the region; for an
+                offset, a tensor of any shape, or bytes.
 
         Raises:
             SpecMismatch: The value does not fit.
@@ -267,7 +267,7 @@ class SafetensorsSink:
             runs = [(region, 0, memory.nbytes)]
             if region < 0 or region + memory.nbytes > slot.spec.nbytes:
                 raise SpecMismatch(
-                    f"{fqn!r} has {slot.spec.nbytes} bytes; {memory.nbytes} at {region} do not lie within them."
+                    f"{fqn!r} has {slot.spec.nbytes} bytes; {memory.nbytes} at {region} lie beyond them."
                 )
         else:
             if keep is None or tuple(keep.shape) != region.shape:
@@ -297,7 +297,7 @@ class SafetensorsSink:
         slot = self._slot(fqn)
         if offset < 0 or offset + extent.nbytes > slot.spec.nbytes:
             raise SpecMismatch(
-                f"{fqn!r} has {slot.spec.nbytes} bytes; {extent.nbytes} at {offset} do not lie within them."
+                f"{fqn!r} has {slot.spec.nbytes} bytes; {extent.nbytes} at {offset} lie beyond them."
             )
         with self._sources.borrow(extent.path, extent.stamp) as source:
             slot.draft.copy(source, extent, slot.offset + offset)
@@ -326,8 +326,8 @@ class SafetensorsSink:
             lacking = [fqn for fqn, slot in self._slots.items() if self._ledger.lacks(fqn, slot.spec.nbytes)]
             if lacking:
                 raise BadFile(
-                    f"{self.path}: {plural(len(lacking), 'tensor')} of {len(self._slots)} were not written wholly: "
-                    f"{listing(lacking)}. Nothing was put in place."
+                    f"{self.path}: {len(lacking)} of {plural(len(self._slots), 'tensor')} were not written "
+                    f"wholly: {listing(lacking)}. Nothing was put in place."
                 )
             for draft in self._drafts:
                 draft.finish()
@@ -375,7 +375,8 @@ def _refuse_other_indexes(path: Path, found: Sequence[str]) -> None:
     others = [name for name in found if name.endswith(INDEX_SUFFIX) and name != INDEX_NAME]
     if others:
         raise DestinationExists(
-            f"{path} has the index of another checkpoint: {listing(others)}. Remove it, or choose another folder."
+            f"{path} has the index of another checkpoint: {listing(others)}. "
+            "Remove it, or choose another folder."
         )
 
 
@@ -387,7 +388,8 @@ def _bytes_of(
         return memoryview(value).cast("B"), None
     if value.dtype != spec.dtype:
         raise SpecMismatch(
-            f"{fqn!r} is {dtype_name(spec.dtype)} and cannot be written from {dtype_name(value.dtype)}; cast it first."
+            f"{fqn!r} is {dtype_name(spec.dtype)} and cannot be written from {dtype_name(value.dtype)}; "
+            "cast it first."
         )
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memory_of(plain), plain

@@ -45,8 +45,8 @@ class SafetensorsSource:
         UnsafeFile: The index names files outside its folder.
         Unsupported: A dtype that this torch lacks.
 
-    Descriptors are opened when needed, a few kept; reads may run in several threads. A file that changes after
-    it was opened here is an error at the next read, never mixed data.
+    Descriptors are opened when needed, a few kept; reads may run in several threads. A file that changes
+    after it was opened here is an error at the next read, never mixed data.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -157,7 +157,8 @@ def _refuse_twice(path: Path, read: Sequence[_File]) -> None:
         owner.update(dict.fromkeys(header.specs, file))
     if twice:
         raise BadFile(
-            f"{path} has no index, and its files share names: {listing(twice)}. Open the file that you mean by its path."
+            f"{path} has no index, and its files share names: {listing(twice)}. "
+            "Open the file that you mean by its path."
         )
 
 

@@ -59,7 +59,7 @@ def parse_size(size: str | SupportsIndex, what: str = "max_shard_size") -> int:
             count = None
     if count is None or count <= 0:
         raise SpecMismatch(
-            f"{what}={size!r} is no size; write a number of bytes above 0, or text such as '5GB', '500MB', '1GiB'."
+            f"{what}={size!r} is no size; write a number of bytes above 0, or text such as '5GB', '1.5GiB'."
         )
     return count
 

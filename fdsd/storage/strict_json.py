@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from fdsd.data.errors import BadFile, listing
 
-__all__ = ["parse_object"]
+__all__ = ["as_list", "as_object", "is_text", "parse_object"]
 
 
 class _KeyTwice(ValueError):
@@ -46,9 +46,9 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
         raise BadFile(f"{what} is no valid JSON: byte {error.start} is not UTF-8.") from None
     except ValueError as error:
         raise BadFile(f"{what} is no valid JSON: {error}.") from None
-    if not isinstance(value, dict):
+    made = as_object(value)
+    if made is None:
         raise BadFile(f"{what} holds a JSON {_kind(value)}, not an object.")
-    made: dict[str, Any] = value
     if "\\u" in text:
         _refuse_surrogates(made, what)
     return made
@@ -74,19 +74,37 @@ def _integer(text: str) -> int:
 
 
 def _kind(value: object) -> str:
-    return {list: "list", str: "string", type(None): "null"}.get(type(value), "number")
+    if value is None:
+        return "null"
+    return "list" if isinstance(value, list) else "string" if isinstance(value, str) else "number"
 
 
 def _refuse_surrogates(value: object, what: str) -> None:
     pending: list[object] = [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, dict):
-            pending += [*item, *item.values()]  # pyright: ignore[reportUnknownArgumentType]  # JSON holds anything
-        elif isinstance(item, list):
-            pending += item  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(item, str) and not is_text(item):
+        entries = as_object(item) or {}
+        pending += [*entries, *entries.values(), *(as_list(item) or [])]
+        if isinstance(item, str) and not is_text(item):
             raise BadFile(f"{what} has half a surrogate pair in {item!r}, which is no text.")
+
+
+def as_object(value: object) -> dict[str, Any] | None:
+    """Give a parsed value back if it is an object."""
+    return value if _is_object(value) else None
+
+
+def as_list(value: object) -> list[Any] | None:
+    """Give a parsed value back if it is a list."""
+    return value if _is_list(value) else None
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def is_text(value: str) -> bool:

@@ -6,13 +6,15 @@ in ``torch_save``.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 
@@ -25,11 +27,11 @@ from fdsd.data.statedict import StateDict, specs
 from fdsd.data.ties import ties
 from fdsd.storage.files import FileStamp, refuse
 
-__all__ = ["TorchFileSource", "load_torch"]
+__all__ = ["TorchFileSource", "is_mapping", "load_torch"]
 
 _ZIP = b"PK\x03\x04"
-_GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class|allowed class|type) ([A-Za-z_][\w.]*\.[\w.]+)")
-_RANKED = ("torch.distributed.",)
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_RANKED = "torch.distributed."
 
 
 def load_torch(path: str | os.PathLike[str]) -> Any:
@@ -68,16 +70,15 @@ def _starts_with(path: str, magic: bytes) -> bool:
 def _refuse_load(path: str, error: Exception, is_zip: bool) -> NoReturn:
     """Say what torch found wrong, in one sentence."""
     asked = set(_GLOBAL.findall(str(error)))
-    if is_zip and asked:
-        try:
+    if is_zip and isinstance(error, pickle.UnpicklingError):
+        with contextlib.suppress(Exception):  # a file that is odd in other ways too: what was found is enough
             asked |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        except Exception:  # the file is odd in other ways too; what the error names is enough
-            asked = set(asked)
-    if asked and all(name.startswith(_RANKED) for name in asked):
-        raise Unsupported(f"{path} holds sharded tensors of process groups: {listing(asked)}.") from error
+    ranked = [name for name in asked if name.startswith(_RANKED)]
+    if ranked or (not asked and _RANKED in str(error)):
+        raise Unsupported(f"{path} holds sharded tensors of process groups: {listing(ranked)}.") from error
     if asked:
         raise UnsafeFile(
-            f"{path} asks for classes or functions that loading a state dict does not need, and that may run code: "
+            f"{path} asks for classes or functions that no state dict needs, and that may run code: "
             f"{listing(asked)}. If you trust them, load it with torch.load and pass the tensors on."
         ) from error
     if isinstance(error, OSError):
@@ -129,7 +130,7 @@ class TorchFileSource:
         self.key = key
         self._stamp = FileStamp.of(self.path)
         self.state = StateDict(_pick(load_torch(self.path), key, self.path))
-        _refuse_ranked(self.state, self.path)
+        _refuse_leaves(self.state, self.path)
         self.aliases = MappingProxyType({name: group[0] for group in ties(self.state) for name in group[1:]})
         found = specs(self.state)
         self._specs: StateDict[TensorSpec] = StateDict.trusted(
@@ -173,42 +174,49 @@ class TorchFileSource:
         return f"TorchFileSource({str(self.path)!r}{key})"
 
 
+def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Tell whether a loaded object is a mapping of whatever."""
+    return isinstance(value, Mapping)
+
+
 def _pick(value: Any, key: str | None, path: Path) -> Mapping[str, Any]:
     """Find the state dict that a key names, or the top level."""
-    if not isinstance(value, Mapping):
+    if not is_mapping(value):
         raise BadFile(f"{path} holds a {type(value).__name__}, not names and tensors.")
-    found: Any = value
-    if key is not None:
-        found = _descend(value, key)
-        if found is None:
-            raise UnknownName(f"{path} has no dict at key={key!r}. There are: {_candidates(value)}.")
+    found = value if key is None else _descend(value, key)
+    if found is None:
+        raise UnknownName(f"{path} has no dict at key={key!r}. There are: {_candidates(value)}.")
     if not _is_state(found):
         where = "is no state dict itself" if key is None else f"has no state dict at key={key!r}"
         raise UnknownName(f"{path} {where}; give key= one of: {_candidates(value)}.")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _candidates(value: Mapping[Any, Any]) -> str:
-    keys = [key for key, found in _nested(value, ()) if _is_state(found)]
+    keys = [key for key, found in _nested(value, (), set()) if _is_state(found)]
     return listing(keys, sort=False) if keys else "none that hold names and tensors"
 
 
-def _nested(value: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+def _nested(
+    value: Mapping[Any, Any], path: tuple[str, ...], seen: set[int]
+) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Walk the dicts below, each once (a file may nest a dict in itself), with their keys."""
     for key, child in value.items():
-        if isinstance(child, Mapping) and isinstance(key, str) and len(path) < 8:
+        if is_mapping(child) and isinstance(key, str) and id(child) not in seen and len(path) < 32:
+            seen.add(id(child))
             yield ".".join((*path, key)), child
             if not _is_state(child):
-                yield from _nested(child, (*path, key))
+                yield from _nested(child, (*path, key), seen)
 
 
 def _descend(value: Mapping[Any, Any], key: str) -> Mapping[Any, Any] | None:
     """Follow a key by dots; a key that has dots itself is found too."""
-    if isinstance(value.get(key), Mapping):
-        return value[key]  # type: ignore[no-any-return]
+    if is_mapping(child := value.get(key)):
+        return child
     at = key.find(".")
     while at >= 0:
         child = value.get(key[:at])
-        if isinstance(child, Mapping) and (found := _descend(child, key[at + 1 :])) is not None:
+        if is_mapping(child) and (found := _descend(child, key[at + 1 :])) is not None:
             return found
         at = key.find(".", at + 1)
     return None
@@ -223,17 +231,19 @@ def _is_state(value: Mapping[Any, Any]) -> bool:
 
 
 def _has_tensors_below(leaf: Any) -> bool:
-    pending: list[Any] = [leaf] if isinstance(leaf, Mapping) else []
+    pending: list[Mapping[Any, Any]] = [leaf] if is_mapping(leaf) else []
+    seen = {id(leaf)}
     while pending:
         for child in pending.pop().values():
             if isinstance(child, torch.Tensor):
                 return True
-            if isinstance(child, Mapping):
+            if is_mapping(child) and id(child) not in seen:
+                seen.add(id(child))
                 pending.append(child)
     return False
 
 
-def _refuse_ranked(state: Mapping[str, Any], path: Path) -> None:
+def _refuse_leaves(state: Mapping[str, Any], path: Path) -> None:
     ranked = [
         f"{name} ({type(leaf).__name__})"
         for name, leaf in state.items()
@@ -241,3 +251,10 @@ def _refuse_ranked(state: Mapping[str, Any], path: Path) -> None:
     ]
     if ranked:
         raise Unsupported(f"{path} holds sharded tensors of process groups: {listing(ranked)}.")
+    sparse = [
+        f"{name} ({leaf.layout})"
+        for name, leaf in state.items()
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+    ]
+    if sparse:
+        raise Unsupported(f"{path} holds tensors that are not dense: {listing(sparse)}. Save them dense.")

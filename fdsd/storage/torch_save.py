@@ -1,4 +1,4 @@
-"""Writing files that ``torch.load`` reads: aside and renamed into place, each tensor with its own elements only.
+"""Writing files that ``torch.load`` reads: aside, renamed into place, each tensor with its own elements only.
 
 Nothing here reads files.
 """
@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import shutil
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fdsd.data.errors import DestinationExists
+from fdsd.data.errors import DestinationExists, Unsupported, listing
+from fdsd.data.spec import TensorSpec, VirtualTensor
 from fdsd.data.statedict import StateDict
 from fdsd.data.ties import tie_key
 from fdsd.storage.drafts import hidden_name, make_folder, mode_at, remove_folders, sync_folder
 from fdsd.storage.files import DiskError, refuse
+from fdsd.storage.torch_file import is_mapping
 
 __all__ = ["compact", "save_torch"]
 
@@ -31,9 +33,9 @@ def compact(state: Mapping[str, Any]) -> dict[str, Any]:
         state: Names to tensors and other objects.
 
     Returns:
-        A dict of detached tensors, carrying ``_metadata`` where there is any. A storage is kept as it is while its
-        tensors fill it, so that views of one storage stay views; otherwise each distinct tensor is copied. Tied
-        names stay tied.
+        A dict of detached tensors, carrying ``_metadata`` where there is any. A storage is kept as it is
+        while its tensors fill it, so that views of one storage stay views; otherwise each distinct tensor is
+        copied. Tied names stay tied.
 
     >>> big = torch.arange(100)
     >>> compact({"a": big[:2]})["a"].untyped_storage().nbytes()
@@ -45,6 +47,9 @@ def compact(state: Mapping[str, Any]) -> dict[str, Any]:
             used.setdefault(leaf.untyped_storage()._cdata, {})[tie_key(leaf)] = leaf.numel() * leaf.itemsize
     copies: dict[Hashable, torch.Tensor] = {}
     made: dict[str, Any] = {}
+    absent = [name for name, leaf in state.items() if isinstance(leaf, VirtualTensor | TensorSpec)]
+    if absent:
+        raise Unsupported(f"these leaves have no data here: {listing(absent)}. Call materialize() first.")
     for name, leaf in state.items():
         if _is_plain(leaf):
             storage, key = leaf.untyped_storage(), tie_key(leaf)
@@ -56,16 +61,11 @@ def compact(state: Mapping[str, Any]) -> dict[str, Any]:
                 made[name] = leaf.detach()
         else:
             made[name] = leaf
-    metadata = getattr(state, "_metadata", None)
-    return made if metadata is None else _with_metadata(made, metadata)
+    return StateDict.trusted(made, getattr(state, "_metadata", None)).to_dict()
 
 
 def _is_plain(leaf: Any) -> bool:
     return (type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter) and leaf.layout is torch.strided
-
-
-def _with_metadata(items: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return StateDict.trusted(dict(items), metadata).to_dict()
 
 
 def save_torch(
@@ -75,7 +75,7 @@ def save_torch(
 
     Args:
         path: The file. Missing folders are made; a link is replaced, its target left alone.
-        value: What to save. Mappings of names to tensors are compacted (see ``compact``), whatever their depth.
+        value: What to save. Mappings of names to tensors, at any depth, are compacted (see ``compact``).
         overwrite: Whether an existing file may be replaced.
         durable: Whether to wait until the bytes are on the disk.
 
@@ -109,12 +109,12 @@ def save_torch(
 
 
 def _compacted(value: Any) -> Any:
-    if not isinstance(value, Mapping):
+    if not is_mapping(value):
         return value
     if any(isinstance(leaf, torch.Tensor) for leaf in value.values()):
         return compact(value)
     made = {name: _compacted(leaf) for name, leaf in value.items()}
-    return OrderedDict(made) if isinstance(value, OrderedDict) else made
+    return StateDict.trusted(made, getattr(value, "_metadata", None)).to_dict()
 
 
 def _write(aside: Path, path: Path, value: Any, durable: bool) -> None:
@@ -135,8 +135,13 @@ def _write(aside: Path, path: Path, value: Any, durable: bool) -> None:
         os.replace(file, path)
     except OSError as error:
         refuse(error, path, "it could not be written")
-    except RuntimeError as error:  # torch's writer reports a full disk as its own failed assertion
-        raise DiskError(
-            f"{path}: torch could not write it; the disk may be full. What stood there before is unchanged. "
-            f"({str(error).splitlines()[0][:120]})"
-        ) from error
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        shown = str(error).strip().splitlines() or [type(error).__name__]
+        if (
+            "inline_container" in shown[0] or "PytorchStreamWriter" in shown[0]
+        ):  # torch's own failed assertion
+            raise DiskError(
+                f"{path}: it could not be written, the disk may be full ({shown[0][:120]}). "
+                "What stood there before is unchanged; make room or choose another place."
+            ) from error
+        raise Unsupported(f"{path}: torch.save cannot hold this: {shown[0][:200]}.") from error

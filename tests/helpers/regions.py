@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from fdsd.data.region import Region, Span
-from tests.helpers.tensors import as_bytes, carried, slots
+from tests.helpers.tensors import as_bytes, carried, plain, slots
 
 __all__ = ["Memory", "memory", "random_region", "random_shape", "random_span", "slice_by"]
 
@@ -47,8 +47,7 @@ def random_region(rng: Random, shape: tuple[int, ...]) -> Region:
 
 def slice_by(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """Take a region of a tensor, by listing the indices of each dim."""
-    plain = tensor.detach().resolve_conj() if tensor.is_complex() else tensor.detach()
-    bits = carried(plain.resolve_neg() if plain.is_neg() else plain)
+    bits = carried(plain(tensor))
     for dim, span in enumerate(region.spans):
         bits = bits.index_select(dim, torch.tensor(span.indices(), dtype=torch.int64))
     return slots(bits.reshape(region.shape), tensor.dtype)
@@ -64,7 +63,7 @@ class Memory:
 
     def spilled(self) -> bool:
         """Tell whether anything but the view was written."""
-        after = as_bytes(self.buffer).clone()
+        after = as_bytes(self.buffer)
         size = self.out.dtype.itemsize
         offset, strides = self.out.storage_offset(), self.out.stride()
         for tensor in (after, expected := self.before.clone()):
@@ -87,4 +86,4 @@ def memory(rng: Random, shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
     strides = [0] * len(shape)
     for stride, d in zip(dense, order, strict=True):
         strides[d] = stride * gap
-    return Memory(buffer.as_strided(shape, strides, lead), buffer, as_bytes(buffer).clone())
+    return Memory(buffer.as_strided(shape, strides, lead), buffer, as_bytes(buffer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import lru_cache
 from random import Random
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "name_of",
     "numbers",
     "patterns",
+    "plain",
     "same_bytes",
     "slots",
 ]
@@ -66,20 +68,23 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach a tensor and resolve its conjugate and negative bits."""
+    made = tensor.detach()
+    made = made.resolve_conj() if made.is_conj() else made
+    return made.resolve_neg() if made.is_neg() else made
+
+
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as integers of the same size, where there are some."""
     word = _WORDS.get(tensor.dtype.itemsize)
-    return tensor if word is None or tensor.dtype is word else tensor.view(word)
+    return tensor if word is None or tensor.dtype is word else plain(tensor).view(word)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the bytes of the elements, in row-major order."""
-    plain = tensor.detach()
-    if plain.is_conj():
-        plain = plain.resolve_conj()
-    if plain.is_neg():
-        plain = plain.resolve_neg()
-    return carried(plain).contiguous().reshape(-1).view(torch.uint8)
+    """Give a copy of the bytes of the elements, in row-major order."""
+    # a copy, since one element of any stride is contiguous in the eyes of torch, but no view of bytes
+    return carried(plain(tensor)).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -123,6 +128,7 @@ def patterns(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch
     return slots(mixed.to(torch.int32) if size == 4 else mixed, dtype).reshape(shape)
 
 
+@lru_cache
 def _small_floats(dtype: torch.dtype) -> torch.Tensor:
     """All values of a float dtype of 8 or 16 bits from 1/64 to 100."""
     words = torch.arange(1 << 8 * dtype.itemsize)
@@ -149,7 +155,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, *, signed
         made = order % 101
     elif dtype.itemsize <= 2:
         some = _small_floats(dtype)
-        made = slots(carried(some)[order * 37 % len(some)], dtype)
+        made = slots(carried(some)[order * 7919 % len(some)], dtype)
     else:
         made = ((order.double() + 0.37) * (100 / max(1, count))).to(dtype)
     if signed and is_signed(dtype):

@@ -79,7 +79,7 @@ def same_tree(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same_tree(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same_tree, a, b))
-    return isinstance(a, int) and a == b
+    return isinstance(a, int | str) and a == b
 
 
 def frame(tree: Any) -> Any:

@@ -1,0 +1,64 @@
+"""A progress bar for long saves: on a terminal, and nowhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Progress"]
+
+_PATIENCE = 0.5
+"""Seconds before a bar appears: what is done sooner needs none."""
+
+
+class Progress:
+    """Bytes done, speed and remaining time on standard error, if that is a terminal.
+
+    Args:
+        title: What is being done.
+        total: How many bytes it will be.
+
+    >>> with Progress("saving", 100) as progress:
+    ...     progress.advance(100)
+    """
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title = title
+        self._total = total
+        self._done = 0
+        self._bar: Any = None
+        self._task: Any = None
+        self._shows = sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        self._begin = time.monotonic()
+        return self
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` more bytes as done."""
+        self._done += count
+        if not self._shows:
+            return
+        if self._bar is None:
+            if time.monotonic() - self._begin < _PATIENCE:
+                return
+            self._start()
+        self._bar.update(self._task, completed=self._done)
+
+    def _start(self) -> None:
+        from rich.console import Console  # a tenth of a second, which only those who see it pay
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._title, total=self._total)
+        self._bar.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
