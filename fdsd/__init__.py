@@ -10,7 +10,7 @@ from fdsd.data.template import Template
 from fdsd.data.train import TrainState
 from fdsd.engine.diffing import Diff, diff
 from fdsd.engine.materializing import materialize
-from fdsd.engine.opening import open
+from fdsd.engine.opening import open as open
 from fdsd.engine.saving import save
 from fdsd.pipeline.pipeline import Conversion, Pipeline, State, identity, pipe
 from fdsd.pipeline.step import Grade

@@ -21,8 +21,7 @@ from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
 from fdsd.data.statedict import StateDict
 from fdsd.data.ties import tie_key
 
-__all__ = ["HANDLERS", "Applier", "apply",
-    "constant", "defer", "defer_leaf", "evaluate"]
+__all__ = ["HANDLERS", "Applier", "apply", "constant", "defer", "defer_leaf", "evaluate"]
 
 HANDLERS: dict[str, Callable[[Any], Lazy]] = {}
 """How to make a lazy tensor of a tensor subclass, by the qualified name of the class."""
@@ -124,7 +123,7 @@ def apply(op: Op, *leaves: Any) -> Any:
     return tuple([Lazy(Item(i), [node], [spec]) for i, spec in enumerate(outputs)])
 
 
-def _abstract(op: Op, given: Sequence[TensorSpec], made: Any) -> Any:
+def _abstract(op: Op, given: Sequence[TensorSpec], made: TensorSpec | tuple[TensorSpec, ...]) -> Any:
     """Carry over what is known of ties: equal operations on tied specs give tied specs."""
     token: Hashable = None
     if given and all(spec.tie is not None for spec in given):

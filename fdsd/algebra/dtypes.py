@@ -100,7 +100,9 @@ def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
     low, high = torch.iinfo(source).min, torch.iinfo(source).max
     if target.is_floating_point:
         # The integers up to 2 / eps are exact; 8-bit float kinds are too narrow for every integer dtype.
-        return target.itemsize >= 2 and max(-low, high) <= 2 / torch.finfo(target).eps and high < torch.finfo(target).max
+        return (
+            target.itemsize >= 2 and max(-low, high) <= 2 / torch.finfo(target).eps and high < torch.finfo(target).max
+        )
     if target is torch.bool:
         return False
     return torch.iinfo(target).min <= low and high <= torch.iinfo(target).max

@@ -7,7 +7,7 @@ left to an ``Executor``: one does it, another records it as a plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from fdsd.algebra.ops.call import Item, check_results
 from fdsd.algebra.ops.leaves import Constant, Origin
 from fdsd.data.errors import OverBudget, SpecMismatch
 from fdsd.data.region import Region
+from fdsd.data.ties import storage_id
 
 __all__ = ["Executor", "Runner", "Session"]
 
@@ -137,7 +138,7 @@ class Session:
         self.peak = max(self.peak, self.in_use)
 
     @contextmanager
-    def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Generator[torch.Tensor]:
         tensor = self.executor.empty(shape, dtype)
         nbytes = tensor.numel() * dtype.itemsize
         self.hold(nbytes)
@@ -226,8 +227,8 @@ class Session:
         cost = parts_bytes + region.numel * node.dtype.itemsize
         allowed = self._allowed(node)
         if allowed is not None and cost > allowed and region.numel > 1:
-            for part, where in region.chunks(max(1, region.numel * allowed // cost)):
-                self._compute(node, part, out[where])
+            for chunk, where in region.chunks(max(1, region.numel * allowed // cost)):
+                self._compute(node, chunk, out[where])
             return
         parts: list[torch.Tensor] = []
         for x, need in zip(node.inputs, needs, strict=True):
@@ -293,8 +294,7 @@ def over_budget(op: object, budget: int, required: int) -> OverBudget:
 
 def _own_memory(value: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy a result that is a view of a scratch input or keeps more memory alive than its own elements."""
-    storage = value.untyped_storage()
-    borrowed = any(storage._cdata == part.untyped_storage()._cdata for part in parts)
+    borrowed = storage_id(value) in {storage_id(part) for part in parts}
     if borrowed or value.is_conj() or value.is_neg() or not value.is_contiguous():
         return value.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     return value

@@ -6,7 +6,6 @@ A structural plan is reads only. Nothing here reads data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Union
 
 import torch
 from attrs import field, frozen
@@ -17,6 +16,7 @@ from fdsd.algebra.ops.call import Call
 from fdsd.algebra.ops.leaves import Constant, Origin
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
+from fdsd.data.ties import storage_id
 
 __all__ = ["Copy", "Fill", "Plan", "Read", "Run", "Step", "View", "check_budget", "plan_of"]
 
@@ -67,7 +67,7 @@ class Run:
     outs: tuple[View, ...]
 
 
-Step = Union[Read, Copy, Fill, Run]
+Step = Read | Copy | Fill | Run
 
 
 @frozen
@@ -107,14 +107,14 @@ class Recorder:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self._numbers[tensor.untyped_storage()._cdata] = len(self._alive)
+        self._numbers[storage_id(tensor)] = len(self._alive)
         self._alive.append(tensor)
         return tensor
 
     def view(self, tensor: torch.Tensor) -> View:
         """Describe memory that this recorder gave out."""
-        number = self._numbers[tensor.untyped_storage()._cdata]
-        return View(number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        number = self._numbers[storage_id(tensor)]
+        return View(number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def read(self, origin: Origin, region: Region, out: torch.Tensor) -> None:
         self.steps.append(Read(origin, region, self.view(out)))
@@ -177,7 +177,8 @@ def check_budget(roots: Sequence[Lazy], budget: int | None) -> None:
 
 def _operations(roots: Sequence[Lazy]) -> list[object]:
     seen: set[int] = set()
-    stack, found = list(roots), []
+    stack = list(roots)
+    found: list[object] = []
     while stack:
         node = stack.pop()
         if id(node) not in seen:

@@ -14,12 +14,10 @@ import torch
 
 from fdsd.data.region import Span
 
-__all__ = ["cut", "fold", "fold_dims", "move_dims"]
+__all__ = ["cut", "fold", "fold_dims", "move_dims", "unflatten"]
 
 
-def cut(
-    span: Span, bounds: Sequence[int], out: torch.Tensor, dim: int
-) -> Iterator[tuple[int, Span, torch.Tensor]]:
+def cut(span: Span, bounds: Sequence[int], out: torch.Tensor, dim: int) -> Iterator[tuple[int, Span, torch.Tensor]]:
     """Cut a span at boundaries.
 
     Args:
@@ -55,6 +53,19 @@ def cut(
         i += run
 
 
+def unflatten(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """View one dim of a tensor as several of ``sizes``, in row-major order; as none, if it has size 1."""
+    if not sizes:
+        return tensor.squeeze(dim)
+    step = tensor.stride(dim)
+    strides: list[int] = []
+    for size in reversed(sizes):
+        strides.insert(0, step)
+        step *= size
+    shape = (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
+    return tensor.as_strided(shape, (*tensor.stride()[:dim], *strides, *tensor.stride()[dim + 1 :]))
+
+
 def move_dims(out: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
     """Permute the dims ``dim .. dim + len(order) - 1`` of ``out`` into ``order`` (relative to ``dim``)."""
     if list(order) == list(range(len(order))):
@@ -64,9 +75,7 @@ def move_dims(out: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor
     return out.permute(dims)
 
 
-def fold(
-    span: Span, inner: int, out: torch.Tensor, dim: int
-) -> Iterator[tuple[Span, Span, torch.Tensor]]:
+def fold(span: Span, inner: int, out: torch.Tensor, dim: int) -> Iterator[tuple[Span, Span, torch.Tensor]]:
     """Fold indices of a merged dim into a pair of dims, the second of size ``inner``.
 
     Args:
@@ -96,9 +105,7 @@ def fold(
         yield Span(row + a.start, over + a.pairs), b, view
 
 
-def _fold_rows(
-    span: Span, inner: int, out: torch.Tensor, dim: int
-) -> Iterator[tuple[Span, Span, torch.Tensor]]:
+def _fold_rows(span: Span, inner: int, out: torch.Tensor, dim: int) -> Iterator[tuple[Span, Span, torch.Tensor]]:
     """Fold a span whose outermost step is no whole number of rows, row by row, equal rows at once."""
     (length, step), *rest = span.pairs
     tail = tuple(rest)
@@ -115,7 +122,7 @@ def _fold_rows(
         run = min(length - i, room // step + 1)
         rows = (length - i) // run
         if run == period and rows > 1:
-            view = out.narrow(dim, i, rows * run).unflatten(dim, (rows, run))
+            view = unflatten(out.narrow(dim, i, rows * run), dim, (rows, run))
             yield Span(row, ((rows, 1),)), Span(at, ((run, step), *tail)), view
             i += rows * run
             continue

@@ -50,18 +50,24 @@ class Rewriter:
         return text, tuple(groups[hole.name] for hole in holes)
 
 
+_Match = Callable[[str], "re.Match[str] | None"]
+
+_Plans = dict["int | None", tuple[int, str, tuple[int, ...]]]
+"""By the empty group that ends a rule: its place, and its target as a format with the groups to fill in."""
+
+
 @frozen
 class _Chain:
     """The rules that may match names with one tail, as one expression; each ends in an empty group."""
 
-    match: Callable[[str], re.Match[str] | None]
-    plans: dict[int, tuple[int, str, tuple[int, ...]]]
+    match: _Match
+    plans: _Plans
     checked: dict[int, tuple[int, Alternative]]
     rewriters: tuple[Rewriter, ...]
 
     @classmethod
     def of(cls, rewriters: tuple[Rewriter, ...]) -> _Chain:
-        plans: dict[int, tuple[int, str, tuple[int, ...]]] = {}
+        plans: _Plans = {}
         checked: dict[int, tuple[int, Alternative]] = {}
         parts: list[str] = []
         group = 1
@@ -80,7 +86,7 @@ class _Chain:
 
     def resolve(self, found: re.Match[str]) -> Found:
         """Give the first rule whose source matches exactly, from the first match of the lax expression."""
-        plan = self.plans.get(found.lastindex or 0)
+        plan = self.plans.get(found.lastindex)
         if plan is not None:
             rule, text, groups = plan
             return rule, text % found.group(*groups)
@@ -113,7 +119,7 @@ class Dispatch:
     _literals: dict[str, tuple[int, str]] = field(init=False)
     _by_tail: dict[str, list[Rewriter]] = field(init=False)
     _anywhere: list[Rewriter] = field(init=False)
-    _chains: dict[str, _Chain] = field(init=False, factory=dict)
+    _chains: dict[str, tuple[_Match, _Plans, _Chain]] = field(init=False, factory=dict)
     _compiled: dict[tuple[int, ...], _Chain] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -132,20 +138,22 @@ class Dispatch:
         targets: list[str] = []
         winners: list[int] = []
         chains, literals, has_others = self._chains, self._literals, bool(self.others)
+        add_target, add_winner = targets.append, winners.append
         for name in names:
-            # this loop is the cost of a rename: no calls but those that cannot be saved
+            # this loop is the cost of a rename: no calls and look-ups but those that cannot be saved
             tail = name[name.rfind(".", 0, name.rfind(".")) + 1 :]
-            chain = chains.get(tail) or self._chain(tail)
+            match, plans, chain = chains.get(tail) or self._chain(tail)
             if has_others or name in literals:
                 winner, target = self._resolve(name, chain)
-            elif (found := chain.match(name)) is None:
+            elif (found := match(name)) is None:
                 winner, target = -1, name
-            elif (plan := chain.plans.get(found.lastindex or 0)) is None:
+            elif (plan := plans.get(found.lastindex)) is None:
                 winner, target = chain.resolve(found) or (-1, name)
             else:
-                winner, target = plan[0], plan[1] % found.group(*plan[2])
-            targets.append(target)
-            winners.append(winner)
+                winner, text, groups = plan
+                target = text % found.group(*groups)
+            add_target(target)
+            add_winner(winner)
         return targets, winners
 
     def _resolve(self, name: str, chain: _Chain) -> tuple[int, str]:
@@ -162,7 +170,7 @@ class Dispatch:
                 return rule, target
         return (-1, name) if best is None else best
 
-    def _chain(self, tail: str) -> _Chain:
+    def _chain(self, tail: str) -> tuple[_Match, _Plans, _Chain]:
         if len(self._chains) >= _CACHE:  # names whose tails all differ must not fill the memory
             self._chains.clear()
         near = (r for r in (*self._by_tail.get(tail, ()), *self._anywhere) if r.may_end(tail))
@@ -170,7 +178,8 @@ class Dispatch:
         places = tuple(rewriter.rule for rewriter in rewriters)
         if places not in self._compiled:
             self._compiled[places] = _Chain.of(rewriters)
-        return self._chains.setdefault(tail, self._compiled[places])
+        chain = self._compiled[places]
+        return self._chains.setdefault(tail, (chain.match, chain.plans, chain))
 
 
 def _tail(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fdsd.data.columns import Path, Slot, as_path, as_slot, is_empty
 from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, Unsupported, listing, plural
-from fdsd.data.groups import ParamGroup
+from fdsd.data.groups import ParamGroup, twice
 from fdsd.data.optim import OptimState
 from fdsd.data.statedict import StateDict
 from fdsd.data.values import is_dict, is_sequence, same_mapping, same_value, several
@@ -49,18 +49,7 @@ def flatten(state: OptimState) -> StateDict[Any]:
     >>> flatten(OptimState({"step": {"w": 3}}, (ParamGroup(("w",), {"lr": 0.1}),))).to_dict()
     {'state.w.step': 3, 'param_groups.w.lr': 0.1}
     """
-    made: dict[str, Any] = {}
-    twice: dict[str, None] = {}
-    for key, _, _, value in [*_state_items(state), *_option_items(state)]:
-        if key in made:
-            twice[key] = None
-        made[key] = value
-    if twice:
-        raise NameConflict(
-            f"flatten_optim: {plural(len(twice), 'flat name')} for two values each: {listing(twice)}. "
-            "Rename the parameters or the slots first."
-        )
-    return StateDict.trusted(made)
+    return StateDict.trusted({item.key: item.value for item in _items(state)})
 
 
 class _Item(NamedTuple):
@@ -70,6 +59,17 @@ class _Item(NamedTuple):
     fqn: str
     place: Any
     value: Any
+
+
+def _items(state: OptimState) -> list[_Item]:
+    """List all values with their flat keys, each key once."""
+    items = [*_state_items(state), *_option_items(state)]
+    if double := twice(item.key for item in items):
+        raise NameConflict(
+            f"flatten_optim: {plural(len(double), 'flat name')} for two values each: {listing(double)}. "
+            "Rename the parameters or the slots first."
+        )
+    return items
 
 
 def _text(path: Path) -> str:
@@ -163,17 +163,14 @@ class _Known:
     """What ``like`` tells about keys: its own, its names, the slots and options that texts stand for."""
 
     def __init__(self, like: OptimState | None) -> None:
-        state = [] if like is None else list(_state_items(like))
-        options = [] if like is None else list(_option_items(like))
-        self.state: dict[str, _Item] = {item.key: item for item in state}
-        self.options: dict[str, Hashable] = {str(item.place): item.place for item in options}
-        self.required = [item.key for item in [*state, *options] if item.place != "param_names"]
+        items = [] if like is None else _items(like)
+        self.state = {item.key: item for item in items if item.key.startswith(_STATE)}
+        self.options = {str(item.place): item.place for item in items if item.key.startswith(_GROUPS)}
+        self.required = [item.key for item in items if item.place != "param_names"]
         self.names: set[str] = set() if like is None else set(like.fqns)
         self.slots: dict[str, set[Path]] = {}
         if like is None:
             return
-        if len(self.state) != len(state):
-            flatten(like)  # raises, and names the two values of one key
         for slot, column in like.slots.items():
             self.names.update(column)
             self.slots.setdefault(_text(as_path(slot)), set()).add(as_path(slot))

@@ -57,17 +57,22 @@ def _alike(name: str, names: Sequence[str]) -> list[str]:
     a, b, c, d = (name[at : at + size] or "\0" for at in range(0, 4 * size, size))
     shared = [(a in other) + (b in other) + (c in other) + (d in other) for other in names]
     pool: list[str] = []
-    for count in range(max(shared), 0, -1):
-        pool += [other for other, have in zip(names, shared, strict=True) if have == count]
+    for count in range(max(shared), -1, -1):
+        level = [other for other, have in zip(names, shared, strict=True) if have == count]
+        pool += _narrow(name, level, _POOL - len(pool))
         if len(pool) >= 8:
             break
-    pool = pool or list(names)
-    length = len(name)
-    return (
-        pool
-        if len(pool) <= _POOL
-        else heapq.nsmallest(_POOL, pool, key=lambda other: abs(len(other) - length))
-    )
+    return pool
+
+
+def _narrow(name: str, others: list[str], room: int) -> list[str]:
+    """Keep those with the same integer segments, if there are any, and then those of like length."""
+    if len(others) <= room:
+        return others
+    for segment in name.split("."):
+        if segment.isdecimal():
+            others = [other for other in others if f".{segment}." in other] or others
+    return heapq.nsmallest(room, others, key=lambda other: abs(len(other) - len(name)))
 
 
 def nearest_template(template: Template, names: Sequence[str]) -> tuple[Template | None, str | None]:
@@ -81,9 +86,7 @@ def nearest_template(template: Template, names: Sequence[str]) -> tuple[Template
     Returns:
         The pattern (None where none with the same holes comes out) and the name (None where none is alike).
     """
-    sample = "".join(
-        piece if isinstance(piece, str) else _sample(template, piece) for piece in template.pieces
-    )
+    sample = "".join(piece if isinstance(piece, str) else _sample(template, piece) for piece in template.pieces)
     close = nearest(sample, names)
     if not close:
         return None, None
@@ -124,34 +127,30 @@ def _align(wanted: list[str], given: list[str]) -> list[str]:
             if not row and not column:
                 costs[0][0] = 0.0, []
                 continue
-            options: list[tuple[float, list[str]]] = []
-            if row:
-                cost, texts = costs[row - 1][column]
-                options.append((cost + 1, texts))
-            if column:
-                cost, texts = costs[row][column - 1]
-                absorbs = (
-                    row > 0
-                    and wanted[row - 1].endswith("...}")
-                    and bool(texts)
-                    and texts[-1] == wanted[row - 1]
-                )
-                options.append((cost, texts) if absorbs else (cost + 1, [*texts, escape(given[column - 1])]))
+            options: list[tuple[float, list[str]]] = []  # the first of the cheapest is taken
             if row and column:
                 cost, texts = costs[row - 1][column - 1]
                 change = _change(wanted[row - 1], given[column - 1])
                 kept = wanted[row - 1] if change == 0 else escape(given[column - 1])
                 options.append((cost + change, [*texts, kept]))
+            if row:
+                cost, texts = costs[row - 1][column]
+                options.append((cost + 1, texts))
+            if column:
+                cost, texts = costs[row][column - 1]
+                is_more = row > 0 and wanted[row - 1].endswith("...}") and texts[-1:] == [wanted[row - 1]]
+                more = texts if is_more else [*texts, escape(given[column - 1])]
+                options.append((cost if is_more else cost + 1, more))
             costs[row][column] = min(options, key=lambda option: option[0])
     return costs[-1][-1][1]
 
 
 def _change(wanted: str, given: str) -> float:
     if not wanted or not given:
-        return 0.0 if wanted == given else 1.5
+        return 0.0 if wanted == given else 1.0
     if Template(wanted, True).match(given) is not None:
         return 0.0
-    return 1.5 - difflib.SequenceMatcher(None, wanted, given, autojunk=False).ratio()
+    return 1.0 - 0.5 * difflib.SequenceMatcher(None, wanted, given, autojunk=False).ratio()
 
 
 @frozen
@@ -186,9 +185,7 @@ def fold(names: Iterable[str], key: Callable[[str], Hashable] | None = None) -> 
     every = list(dict.fromkeys(names))
     for at, name in enumerate(every):
         segments = name.split(".")
-        places = [k for k, s in enumerate(segments) if s[:1].isdigit() and _CANONICAL.fullmatch(s)][
-            :_MAX_INDICES
-        ]
+        places = [k for k, s in enumerate(segments) if s[:1].isdigit() and _CANONICAL.fullmatch(s)][:_MAX_INDICES]
         indices = tuple(int(segments[place]) for place in places)
         for place in places:
             segments[place] = ""

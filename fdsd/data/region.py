@@ -103,8 +103,7 @@ class Region(NamedTuple):
         if len(self.spans) != len(shape):
             return False
         return not self.numel or all(
-            span.start >= 0 and span.start + span.extent < size
-            for span, size in zip(self.spans, shape, strict=True)
+            span.start >= 0 and span.start + span.extent < size for span, size in zip(self.spans, shape, strict=True)
         )
 
     def check_inside(self, shape: tuple[int, ...], what: str) -> None:

@@ -31,7 +31,7 @@ def _to_shape(shape: Iterable[int]) -> Shape:
     return sizes
 
 
-def _check_dtype(_instance: object, _attribute: object, value: object) -> None:
+def _check_dtype(_instance: object, _attribute: object, value: Any) -> None:
     if not isinstance(value, torch.dtype):
         raise SpecMismatch(f"TensorSpec: {value!r} is no torch.dtype; write for example torch.float32.")
 
@@ -128,9 +128,7 @@ def spec_of(leaf: Any) -> TensorSpec | None:
         return leaf
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided and is_exact(leaf):
-            raise Unsupported(
-                f"A tensor of layout {leaf.layout} cannot be rewritten; call .to_dense() on it first."
-            )
+            raise Unsupported(f"A tensor of layout {leaf.layout} cannot be rewritten; call .to_dense() on it first.")
         return TensorSpec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, VirtualTensor):
         return leaf.spec

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
 
 import optree
 import torch
@@ -19,7 +19,7 @@ from fdsd.data.naming import nearest
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.ties import ties
 
-__all__ = ["StateDict", "same_leaf", "specs"]
+__all__ = ["StateDict", "as_mapping", "same_leaf", "specs"]
 
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
@@ -59,22 +59,20 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
         *,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(items, Mapping):
-            kept: dict[str, V_co] = dict(items)
-            if metadata is None:
-                metadata = getattr(items, "_metadata", None)
+        given: Any = items
+        if isinstance(given, Mapping):
+            kept: dict[Any, V_co] = dict(given)  # pyright: ignore[reportUnknownArgumentType]
+            metadata = getattr(items, "_metadata", None) if metadata is None else metadata
         else:
-            pairs = list(items)
+            pairs: list[Any] = list(given)
             kept = dict(pairs)
             if len(kept) != len(pairs):
                 _refuse_duplicates([name for name, _ in pairs])
-        if not all(map(str.__instancecheck__, kept)) and (odd := [n for n in kept if not isinstance(n, str)]):
+        if odd := [name for name in kept if not isinstance(name, str)]:
             raise SpecMismatch(f"StateDict: names are strings; these are not: {listing(odd)}.")
         self._set(kept, metadata, getattr(items, "_history", ()))
 
-    def _set(
-        self, items: dict[str, V_co], metadata: Mapping[str, Any] | None, history: tuple[Any, ...] = ()
-    ) -> None:
+    def _set(self, items: dict[str, V_co], metadata: Mapping[str, Any] | None, history: tuple[Any, ...] = ()) -> None:
         object.__setattr__(self, "_items", items)
         object.__setattr__(self, "_history", history)
         frozen = None if metadata is None else MappingProxyType(dict(metadata))
@@ -85,7 +83,7 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
         cls, items: dict[str, W], metadata: Mapping[str, Any] | None = None, history: tuple[Any, ...] = ()
     ) -> StateDict[W]:
         """Wrap a fresh dict that the caller gives away, without checks or a copy (for fdsd's own use)."""
-        made: StateDict[W] = cls.__new__(cls)  # type: ignore[assignment]
+        made: StateDict[W] = object.__new__(StateDict)  # pyright: ignore[reportUnknownVariableType]
         made._set(items, metadata, history)
         return made
 
@@ -137,14 +135,12 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
         try:
             return self._items[name]
         except KeyError:
-            raise UnknownName(
-                f"{name!r} is not in this state dict of {len(self)} names{self._hint(name)}."
-            ) from None
+            raise UnknownName(f"{name!r} is not in this state dict of {len(self)} names{self._hint(name)}.") from None
 
     @overload
     def get(self, key: str, /) -> V_co | None: ...
     @overload
-    def get(self, key: str, /, default: V_co | W) -> V_co | W: ...  # type: ignore[misc]  # as Mapping.get
+    def get(self, key: str, /, default: V_co | W) -> V_co | W: ...
     def get(self, key: str, /, default: Any = None) -> Any:
         """Give the leaf of a name, or ``default``."""
         return self._items.get(key, default)
@@ -173,7 +169,7 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        theirs: Mapping[Any, Any] = other
+        theirs: Mapping[Any, Any] = other  # pyright: ignore[reportUnknownVariableType]
         return len(self) == len(theirs) and all(
             name in theirs and same_leaf(leaf, theirs[name]) for name, leaf in self._items.items()
         )
@@ -220,6 +216,11 @@ def _leaf_text(leaf: object) -> str:
     if isinstance(leaf, TensorSpec):
         return repr(leaf)
     return f"<{type(leaf).__name__} {spec}>"
+
+
+def as_mapping(value: object) -> Mapping[str, Any] | None:
+    """Give a value that is a mapping as one of names to leaves; ``None`` for anything else."""
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
 
 
 def same_leaf(a: object, b: object) -> bool:

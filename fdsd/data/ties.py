@@ -13,7 +13,16 @@ import torch
 
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 
-__all__ = ["tie_key", "ties"]
+__all__ = ["storage_id", "tie_key", "ties"]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Give what tells one storage from another while both live.
+
+    The Python object of a storage may differ from call to call; its C++ object does not.
+    """
+    found: int = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # torch has no public name
+    return found
 
 
 def tie_key(leaf: object) -> Hashable | None:
@@ -25,9 +34,7 @@ def tie_key(leaf: object) -> Hashable | None:
     """
     if is_exact(leaf):
         assert isinstance(leaf, torch.Tensor)
-        # The wrapper object of a storage may differ from call to call; its C++ object does not.
-        storage = leaf.untyped_storage()._cdata
-        return storage, leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj()
+        return storage_id(leaf), leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj()
     if isinstance(leaf, TensorSpec):
         return None if leaf.tie is None else ("spec", leaf.tie)
     if isinstance(leaf, torch.Tensor | VirtualTensor):

@@ -18,7 +18,19 @@ from fdsd.storage.files import MissingFile, refuse
 
 __all__ = ["Assets"]
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".index.json",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".distcp",
+)
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
@@ -31,9 +43,7 @@ class Assets:
     _folders: list[Path] = field(factory=list)
 
     @classmethod
-    def gather(
-        cls, assets: Paths, config: Mapping[str, Any] | None, folder: Path | None, *, overwrite: bool
-    ) -> Assets:
+    def gather(cls, assets: Paths, config: Mapping[str, Any] | None, folder: Path | None, *, overwrite: bool) -> Assets:
         """Stage copies of the assets, and an edited ``config.json``.
 
         Args:

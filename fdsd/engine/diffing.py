@@ -17,7 +17,7 @@ from fdsd.data.naming import fold
 from fdsd.data.optim import OptimState
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, spec_of
-from fdsd.data.statedict import StateDict, same_leaf
+from fdsd.data.statedict import as_mapping, same_leaf
 from fdsd.data.train import TrainState
 
 __all__ = ["Diff", "ValueDiff", "diff"]
@@ -156,9 +156,10 @@ def _flat(state: Any) -> dict[str, Any]:
             for fqn, value in column.items()
         }
         return {**columns, "param_groups": state.groups}
-    if not isinstance(state, Mapping):
+    leaves = as_mapping(state)
+    if leaves is None:
         raise SpecMismatch(f"diff: it compares states, not {type(state).__name__}. Open files with fdsd.open(path).")
-    return dict(StateDict(state))
+    return dict(leaves)
 
 
 def _text(leaf: Any) -> str:

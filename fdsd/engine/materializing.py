@@ -28,9 +28,7 @@ def materialize(state: S, *, device: torch.device | str | None = None, budget: i
 def materialize(
     state: Mapping[str, Any], *, device: torch.device | str | None = None, budget: int | str | None = None
 ) -> StateDict[Any]: ...
-def materialize(
-    state: Any, *, device: torch.device | str | None = None, budget: int | str | None = None
-) -> Any:
+def materialize(state: Any, *, device: torch.device | str | None = None, budget: int | str | None = None) -> Any:
     """Read every lazy tensor of a state into memory; what is here already stays as it is.
 
     Args:
@@ -61,9 +59,7 @@ def materialize(
     return _materialize(state, device, limit)
 
 
-def _materialize(
-    state: Mapping[str, Any], device: torch.device | str | None, budget: int | None
-) -> StateDict[Any]:
+def _materialize(state: Mapping[str, Any], device: torch.device | str | None, budget: int | None) -> StateDict[Any]:
     if hollow := [name for name, leaf in state.items() if isinstance(leaf, TensorSpec)]:
         raise SpecMismatch(f"materialize: {listing(hollow)} are specs and have no data. Open the checkpoint itself.")
     lazy = {name: leaf for name, leaf in state.items() if isinstance(leaf, Lazy)}
@@ -71,7 +67,7 @@ def _materialize(
     moved: dict[int, torch.Tensor] = {}
     made: dict[str, Any] = {}
     for name, leaf in state.items():
-        value = tensors.get(name, leaf)
+        value: Any = tensors.get(name, leaf)
         if device is not None and is_exact(value):
             if id(value) not in moved:
                 moved[id(value)] = value.to(device)

@@ -15,9 +15,7 @@ from fdsd.storage.formats import open_source
 __all__ = ["open", "state_of"]
 
 
-def open(
-    path: str | os.PathLike[str], *, format: str | None = None, key: str | None = None
-) -> StateDict[Any]:
+def open(path: str | os.PathLike[str], *, format: str | None = None, key: str | None = None) -> StateDict[Any]:
     """Open a checkpoint: names and lazy tensors, which are read when they are materialized or saved.
 
     Args:

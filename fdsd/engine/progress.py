@@ -45,6 +45,9 @@ class Progress:
             if time.monotonic() - self._begin < _PATIENCE:
                 return
             self._start()
+        self._update()
+
+    def _update(self) -> None:
         self._bar.update(self._task, completed=self._done)
 
     def _start(self) -> None:

@@ -71,7 +71,8 @@ def _runs_of(read: Read, extent: Extent) -> list[CopyRun] | None:
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:
-    strides, step = [], 1
+    strides: list[int] = []
+    step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= size

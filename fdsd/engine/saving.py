@@ -117,10 +117,18 @@ def _save_safetensors(
     check_budget([job.node for job in jobs], budget)
     metadata = _provenance(state, lazy.values())
     if is_file:
-        sink = SafetensorsSink.create(path, specs, metadata=metadata, aliases=owners, overwrite=overwrite, durable=False)
+        sink = SafetensorsSink.create(
+            path, specs, metadata=metadata, aliases=owners, overwrite=overwrite, durable=False
+        )
     else:
         sink = SafetensorsSink.create_folder(
-            path, specs, max_shard_size=max_shard_size, metadata=metadata, aliases=owners, overwrite=overwrite, durable=False
+            path,
+            specs,
+            max_shard_size=max_shard_size,
+            metadata=metadata,
+            aliases=owners,
+            overwrite=overwrite,
+            durable=False,
         )
     with sink, Progress(f"saving {path.name}", sum(job.spec.nbytes for job in jobs)) as progress:
         _Stream(sink, jobs, budget, progress).run()
@@ -136,7 +144,9 @@ def _storable(state: Mapping[str, Any]) -> dict[str, TensorSpec]:
     hollow = [name for name, leaf in state.items() if isinstance(leaf, TensorSpec)]
     hollow += [name for name, leaf in state.items() if isinstance(leaf, torch.Tensor) and leaf.is_meta]
     if hollow:
-        raise SpecMismatch(f"save: {listing(hollow)} have no data (specs, or on the meta device). Read or init them first.")
+        raise SpecMismatch(
+            f"save: {listing(hollow)} have no data (specs, or on the meta device). Read or init them first."
+        )
     return specs
 
 

@@ -46,5 +46,3 @@ def build_leaf(applier: Applier, assign: Assign, values: list[Any], problems: li
 def _text(value: Any) -> str:
     spec = spec_of(value)
     return type(value).__name__ if spec is None else str(spec)
-
-

@@ -82,9 +82,7 @@ def abstract(source: Any) -> Any:
     if isinstance(source, ModelSpec):
         return source.specs()
     if isinstance(source, TrainState):
-        return TrainState(
-            specs(source.model), None if source.optim is None else abstract(source.optim), source.extra
-        )
+        return TrainState(specs(source.model), None if source.optim is None else abstract(source.optim), source.extra)
     if isinstance(source, OptimState):
         return source.replace(slots={slot: specs(column) for slot, column in source.slots.items()})
     return specs(source)
@@ -129,16 +127,22 @@ def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, blurred: 
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
     if missing:
-        yield Problem("missing", f"{plural(len(missing), 'name')} missing: {_with_hints(missing, extra)}.", tuple(missing))
+        yield Problem(
+            "missing", f"{plural(len(missing), 'name')} missing: {_with_hints(missing, extra)}.", tuple(missing)
+        )
     if extra:
-        yield Problem("unexpected", f"{plural(len(extra), 'name')} unexpected: {_with_hints(extra, missing)}.", tuple(extra))
+        yield Problem(
+            "unexpected", f"{plural(len(extra), 'name')} unexpected: {_with_hints(extra, missing)}.", tuple(extra)
+        )
     for name, want in expected.items():
         have = found.get(name)
         if name not in found or (blurred and have is UNKNOWN):
             continue
         a, b = spec_of(have), spec_of(want)
         if (a is None) != (b is None):
-            yield Problem("spec", f"{name!r} is {a or type(have).__name__}, expected {b or type(want).__name__}.", (name,))
+            yield Problem(
+                "spec", f"{name!r} is {a or type(have).__name__}, expected {b or type(want).__name__}.", (name,)
+            )
         elif a is not None and b is not None and a.shape != b.shape:
             yield Problem("spec", f"{name!r} has shape {a.shape}, expected {b.shape}.", (name,))
         elif a is not None and b is not None and a.dtype != b.dtype:
@@ -150,6 +154,6 @@ def _with_hints(names: list[str], others: list[str]) -> str:
     """List names; where few are listed, with the nearest name on the other side."""
     hints = {name: near[0] for name in sorted(names)[:10] if (near := nearest(name, others))}
     text = listing(names)
-    for name, near in hints.items():
-        text = text.replace(repr(name), f"{name!r} (there is {near!r})", 1)
+    for name, hint in hints.items():
+        text = text.replace(repr(name), f"{name!r} (there is {hint!r})", 1)
     return text

@@ -84,7 +84,7 @@ class Coverage:
     def __str__(self) -> str:
         total, gone = self.total, set(self.dropped)
         left = [(name, uses) for name, uses in self.counts.items() if name not in gone]
-        head = f"{plural(len(self.counts), 'tensor')}, {plural(total.total, 'element')}"
+        head = f"{plural(len(self.counts), 'tensor')} of {total.total:,} elements"
         lines = [f"{head}: {total.once:,} used once, {total.more:,} more than once, {total.never:,} never"]
         lines += _table("used once", {name: (uses.once, uses.total) for name, uses in left})
         lines += _table("used more than once", {name: (uses.more, uses.total) for name, uses in left})
@@ -140,7 +140,7 @@ def coverage(steps: Iterable[Step], source: Any) -> Coverage:
     Law: a pipeline of bijections (renames, permutations, splits, joins) is an exact cover.
 
     >>> coverage((), {"a": torch.ones(2, 3), "b": torch.ones(4)})
-    2 tensors, 10 elements: 10 used once, 0 more than once, 0 never
+    2 tensors of 10 elements: 10 used once, 0 more than once, 0 never
     used once:
       a: all 6
       b: all 4

@@ -96,9 +96,7 @@ class _Lift:
                         break
         if not stand_in:
             return assigns
-        return [
-            Assign(a.target, tuple([stand_in.get(s, s) for s in a.sources]), a.build, a.alias) for a in assigns
-        ]
+        return [Assign(a.target, tuple([stand_in.get(s, s) for s in a.sources]), a.build, a.alias) for a in assigns]
 
     def _refuses(self, assigns: Iterable[Assign]) -> bool:
         if self.step.computes is None:
@@ -206,7 +204,7 @@ class _Lift:
                 self._problem(
                     "spec",
                     f"slot {slot!r} is {_scalar_text(values[0])} for {assign.sources[0]!r} but {_scalar_text(value)} "
-                    f"for {name!r}; joined into {assign.target!r} they must agree. Drop this slot, or train them alike.",
+                    f"for {name!r}; joined into {assign.target!r} they must agree. Drop this slot, or train alike.",
                     assign.sources,
                 )
                 return False

@@ -8,9 +8,7 @@ from typing import Any
 __all__ = ["move_metadata"]
 
 
-def move_metadata(
-    metadata: Mapping[str, Any] | None, moves: Iterable[tuple[str, str]]
-) -> Mapping[str, Any] | None:
+def move_metadata(metadata: Mapping[str, Any] | None, moves: Iterable[tuple[str, str]]) -> Mapping[str, Any] | None:
     """Give the metadata of modules under the names that their tensors have now.
 
     Args:

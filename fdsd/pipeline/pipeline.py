@@ -7,13 +7,13 @@ pipeline can tell about itself (check, explain, why, coverage, plan) is worked o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from attrs import field, frozen
 
 from fdsd.data.errors import FdsdError, Unsupported
 from fdsd.data.optim import OptimState
-from fdsd.data.statedict import StateDict, specs
+from fdsd.data.statedict import StateDict, as_mapping
 from fdsd.data.train import TrainState
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.run import note_step, run_step
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversion", "Pipeline", "State", "identity", "pipe"]
 
-State = Union[StateDict[Any], OptimState, TrainState]
+State = StateDict[Any] | OptimState | TrainState
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
@@ -55,20 +55,21 @@ class _Steps:
         return Grade.worst([step.grade for step in self.steps])
 
     def _run(self, state: Any) -> Any:
-        if not isinstance(state, OptimState | TrainState | Mapping):
+        if not isinstance(state, OptimState | TrainState) and as_mapping(state) is None:
             raise Unsupported(
                 f"A pipeline runs on a mapping of names to tensors, an OptimState or a TrainState, not on "
                 f"{type(state).__name__}. For a module, give its state_dict()."
             )
         if not self.steps and not isinstance(state, OptimState | TrainState | StateDict):
-            return StateDict(state)
+            return StateDict(as_mapping(state) or {})
+        made: Any = state  # pyright: ignore[reportUnknownVariableType]
         for number, step in enumerate(self.steps, start=1):
             try:
-                state = run_step(step, state)
+                made = run_step(step, made)
             except FdsdError as error:
                 note_step(error, number, len(self.steps), step)
                 raise
-        return state
+        return made
 
     def _inverted(self) -> tuple[Step, ...]:
         steps: list[Step] = []
@@ -158,7 +159,7 @@ class _Steps:
 def _names(state: Any) -> Any:
     if isinstance(state, TrainState):
         return state.model
-    return {fqn: None for fqn in state.fqns} if isinstance(state, OptimState) else state
+    return dict.fromkeys(state.fqns) if isinstance(state, OptimState) else state
 
 
 class Pipeline(_Steps):
@@ -248,7 +249,10 @@ class Conversion(_Steps, Generic[A, B]):
 
 
 def _joined(steps: tuple[Step, ...]) -> Any:
-    return Conversion(steps) if any(step.converts for step in steps) else Pipeline(steps)
+    if any(step.converts for step in steps):
+        made: Conversion[Any, Any] = Conversion(steps)
+        return made
+    return Pipeline(steps)
 
 
 identity = Pipeline()

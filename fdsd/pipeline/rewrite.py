@@ -17,7 +17,7 @@ from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.ties import tie_key
 
-__all__ = ["Assign", "Build", "Rewrite", "Scope", "UNKNOWN", "keep", "problem_of"]
+__all__ = ["UNKNOWN", "Assign", "Build", "Rewrite", "Scope", "keep", "problem_of"]
 
 Build = Callable[[Applier, Sequence[Any]], Any]
 """Makes a leaf of leaves with operations only."""
@@ -119,7 +119,9 @@ class Rewrite:
         told = {name for problem in reported for name in problem.names}
         for target, sources in clashes.items():
             if not told & {target, *sources}:
-                text = f"{len(sources)} tensors would be named {target!r}: {listing(sources)}. Drop or rename one first."
+                text = (
+                    f"{len(sources)} tensors would be named {target!r}: {listing(sources)}. Drop or rename one first."
+                )
                 reported.append(Problem("collision", text, tuple(sources)))
         return cls(tuple(found.values()), tuple(reported))
 

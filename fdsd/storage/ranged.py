@@ -148,14 +148,15 @@ class _Walk:
 
     def __init__(self, read_bytes: ReadBytes, spec: TensorSpec, base: int, out: torch.Tensor) -> None:
         self.read_bytes = read_bytes
-        self.dtype = spec.dtype
         self.item = spec.dtype.itemsize
         self.base = base
-        self.out = out
-        self.scratch = torch.empty(0, dtype=_CELLS[self.item])
-        self.is_plain = (
-            out.dtype == spec.dtype and out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
-        )
+        cell = _CELLS[self.item]
+        self.scratch = torch.empty(0, dtype=cell)
+        # Equal dtypes move as bits: copy_ would change the bytes of a bool that is neither 0 nor 1.
+        is_raw = out.dtype == spec.dtype and not (out.is_conj() or out.is_neg())
+        self.is_plain = is_raw and out.device.type == "cpu"
+        self.dtype = cell if is_raw else spec.dtype
+        self.out = out.view(cell) if is_raw else out
 
     def run(self, dims: list[_Dim], start: int) -> None:
         """Read all elements of merged dims, the first of which is element ``start`` of the tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
 
 import torch
 from attrs import frozen
@@ -26,7 +26,7 @@ from fdsd.transforms.which import Choice, Which, literal
 
 __all__ = ["combine", "drop", "filter_frozen", "insert", "partition", "select"]
 
-Init = Union[float, Callable[[TensorSpec], torch.Tensor]]
+Init = float | Callable[[TensorSpec], torch.Tensor]
 
 
 @frozen

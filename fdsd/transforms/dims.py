@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from fdsd.algebra.apply import Applier
-from fdsd.algebra.ops import MergeDims, Permute as PermuteOp, SplitDim
+from fdsd.algebra.ops import MergeDims, SplitDim
+from fdsd.algebra.ops import Permute as PermuteOp
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.spec import TensorSpec
 from fdsd.pipeline.pipeline import Pipeline

@@ -27,9 +27,7 @@ class Each(Step):
     def rewrite(self, scope: Scope) -> Rewrite:
         names, problems = self.pick(scope)
         chosen = set(names)
-        assigns = [
-            Assign(name, (name,), self._build) if name in chosen else keep(name) for name in scope.names
-        ]
+        assigns = [Assign(name, (name,), self._build) if name in chosen else keep(name) for name in scope.names]
         return Rewrite.of(assigns, problems)
 
     def pick(self, scope: Scope) -> tuple[list[str], list[Problem]]:

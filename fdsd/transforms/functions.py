@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
 
 import torch
 from attrs import frozen
@@ -22,7 +22,7 @@ from fdsd.transforms.which import Choice, Which
 
 __all__ = ["add_scalar", "map_tensors"]
 
-SpecRule = Union[TensorSpec, Callable[[TensorSpec], TensorSpec], None]
+SpecRule = TensorSpec | Callable[[TensorSpec], TensorSpec] | None
 
 
 @frozen
@@ -76,7 +76,7 @@ class AddScalar(Each):
 
     def invert(self) -> tuple[Step, ...]:
         self.refuse_inverse(
-            f"adding rounds, so that subtracting does not bring every value back. Compose add_scalar(..., {-self.value})."
+            f"adding rounds, so subtracting does not bring every value back. Compose add_scalar(..., {-self.value})."
         )
 
     def call_text(self) -> str:

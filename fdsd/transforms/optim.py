@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from attrs import frozen
@@ -10,7 +9,7 @@ from attrs import frozen
 from fdsd.data.errors import Unsupported
 from fdsd.data.flat_optim import flatten, unflatten
 from fdsd.data.optim import OptimState
-from fdsd.data.statedict import StateDict
+from fdsd.data.statedict import StateDict, as_mapping
 from fdsd.pipeline.pipeline import Conversion
 from fdsd.pipeline.step import Grade, Step
 
@@ -62,9 +61,10 @@ class UnflattenOptim(Step):
         return Grade.EXACT
 
     def apply(self, state: Any) -> Any:
-        if not isinstance(state, Mapping):
+        flat = as_mapping(state)
+        if flat is None:
             raise Unsupported(f"unflatten_optim: it takes the flat form, a mapping, not {type(state).__name__}.")
-        return unflatten(state, self.like)
+        return unflatten(flat, self.like)
 
     def invert(self) -> tuple[Step, ...]:
         return (FlattenOptim(),)

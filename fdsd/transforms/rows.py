@@ -9,7 +9,8 @@ import torch
 from attrs import frozen
 
 from fdsd.algebra.apply import Applier, constant
-from fdsd.algebra.ops import Concat, IndexSelect as IndexSelectOp, Slice
+from fdsd.algebra.ops import Concat, Slice
+from fdsd.algebra.ops import IndexSelect as IndexSelectOp
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.spec import TensorSpec
 from fdsd.pipeline.pipeline import Pipeline
@@ -145,7 +146,7 @@ def index_select(which: Which, index: Sequence[int] | torch.Tensor, *, dim: int 
     >>> index_select("w", [2, 0], dim=0)({"w": torch.tensor([5, 6, 7])})["w"]
     tensor([7, 5])
     """
-    values = index.tolist() if isinstance(index, torch.Tensor) else list(index)
+    values: list[Any] = [*map(int, index.reshape(-1))] if isinstance(index, torch.Tensor) else list(index)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
         raise SpecMismatch(f"index_select: indices are whole numbers in one dim, not {values[:5]!r}.")
     return Pipeline((IndexSelect(Choice.of(which), tuple(values), dim),))

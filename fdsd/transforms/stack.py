@@ -140,9 +140,7 @@ class Unstack(_Indexed):
         nums = {len(spread.targets) for spread in found.groups}
         if len(nums) > 1:
             return (self,)
-        back = group_indexed(
-            self.target, self.source, found.rewrite(scope.names), index=self.index, num=max(nums)
-        )
+        back = group_indexed(self.target, self.source, found.rewrite(scope.names), index=self.index, num=max(nums))
         refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
         return (Unstack(self.source, self.target, self.index, self.dim, max(nums)),)
 

@@ -66,9 +66,7 @@ class Tie(Step):
         if chained := [alias for alias, owner in owners.items() if owner in owners]:
             text = f"{listing(chained)} tied to a name that is itself an alias here. Tie all to the one owner."
             problems.append(Problem("collision", text, tuple(chained)))
-        assigns = [
-            self._alias(scope, name, owners[name]) if name in owners else keep(name) for name in scope.names
-        ]
+        assigns = [self._alias(scope, name, owners[name]) if name in owners else keep(name) for name in scope.names]
         new = [Assign(alias, (owner,), alias=True) for alias, owner in owners.items() if alias not in scope]
         return Rewrite.of([*assigns, *new], problems)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Union
+from typing import Any
 
 from attrs import frozen
 
@@ -17,7 +17,7 @@ from fdsd.pipeline.rewrite import Scope
 __all__ = ["Choice", "Which", "literal"]
 
 Predicate = Callable[[str, TensorSpec], bool]
-Which = Union[str, Template, Collection[Union[str, Template]], Predicate]
+Which = str | Template | Collection[str | Template] | Predicate
 """Names: a pattern, several, or a function of a tensor's name and spec."""
 
 
@@ -66,9 +66,7 @@ class Choice:
             used.update(hits)
             if hits or any(_holds(fn, name, scope) for fn in self.predicates):
                 chosen.append(name)
-        return chosen, [
-            _unmatched(p, scope) for p in self.patterns if p not in used and not p.optional
-        ]
+        return chosen, [_unmatched(p, scope) for p in self.patterns if p not in used and not p.optional]
 
     def call_text(self) -> str:
         """Give the source text of the arguments."""
@@ -95,7 +93,10 @@ def _holds(fn: Predicate, name: str, scope: Scope) -> bool:
 def _unmatched(pattern: Template, scope: Scope) -> Problem:
     close = nearest(pattern.text, scope.names)
     hint = f"; the nearest name is {close[0]!r}" if close else ""
-    text = f"no name matches {pattern.text!r} among {len(scope.names)}{hint}. Correct it, or end it in '?' if it may be absent."
+    text = (
+        f"no name matches {pattern.text!r} among {len(scope.names)}{hint}. "
+        "Correct it, or end it in '?' if it may be absent."
+    )
     return Problem("unmatched rule", text)
 
 

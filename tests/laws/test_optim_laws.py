@@ -234,9 +234,7 @@ def test_canonical_groups_are_the_parameters_with_equal_options(rates: list[floa
     alone = unflatten(flatten(OptimState({}, groups)))
     order = list(dict.fromkeys(rates))
     members = [tuple(n for n, r in zip(names, rates, strict=True) if r == rate) for rate in order]
-    assert list(alone.groups) == [
-        ParamGroup(own, {"lr": rate}) for own, rate in zip(members, order, strict=True)
-    ]
+    assert list(alone.groups) == [ParamGroup(own, {"lr": rate}) for own, rate in zip(members, order, strict=True)]
 
 
 @given(osds())

@@ -44,13 +44,13 @@ class Call(Computing):
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec | tuple[TensorSpec, ...]:
         specs = _abstract_specs(self.fn, inputs) if self.specs is None else self.specs
-        return specs if len(specs) > 1 else specs[0]
+        return specs[0] if len(specs) == 1 else specs
 
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         results = run_function(self.fn, inputs)
         if self.specs is not None:
             check_results(self.fn, results, self.specs)
-        return results if len(results) > 1 else results[0]
+        return results[0] if len(results) == 1 else results
 
 
 def check_results(fn: object, results: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
@@ -74,15 +74,16 @@ def _abstract_specs(fn: Callable[..., Any], inputs: tuple[TensorSpec, ...]) -> t
             f"map_tensors: the result of {function_name(fn)} on {', '.join(map(str, inputs))} is not known before it "
             f"runs ({type(error).__name__}: {error}). Say it with spec=: a TensorSpec, or a function from spec to spec."
         ) from error
-    made = results if isinstance(results, tuple) else (results,)
+    return tuple([TensorSpec(tuple(r.shape), r.dtype) for r in _as_tensors(fn, results)])
+
+
+def _as_tensors(fn: object, results: Any) -> tuple[torch.Tensor, ...]:
+    """Give what a function returned as a tuple of tensors, or raise."""
+    made: list[Any] = [*results] if isinstance(results, tuple) else [results]
     for result in made:
-        _check_tensor(fn, result)
-    return tuple([TensorSpec(tuple(r.shape), r.dtype) for r in made])
-
-
-def _check_tensor(fn: object, result: object) -> None:
-    if not isinstance(result, torch.Tensor):
-        raise SpecMismatch(f"map_tensors: {function_name(fn)} returned {type(result).__name__}, not a tensor.")
+        if not isinstance(result, torch.Tensor):
+            raise SpecMismatch(f"map_tensors: {function_name(fn)} returned {type(result).__name__}, not a tensor.")
+    return tuple(made)
 
 
 def run_function(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -94,10 +95,7 @@ def run_function(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tupl
         raise SpecMismatch(
             f"map_tensors: {function_name(fn)} wrote into its input. Inputs are never changed; return a new tensor."
         )
-    made = results if isinstance(results, tuple) else (results,)
-    for result in made:
-        _check_tensor(fn, result)
-    return tuple([result.detach() for result in made])
+    return tuple([result.detach() for result in _as_tensors(fn, results)])
 
 
 @frozen

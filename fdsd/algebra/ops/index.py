@@ -10,6 +10,7 @@ from attrs import field, frozen
 from fdsd.algebra.dtypes import copy_elements, movable
 from fdsd.algebra.lazy import Lazy, Pull, Structural
 from fdsd.algebra.ops.moves import check_dim
+from fdsd.algebra.spans import unflatten
 from fdsd.data.errors import SpecMismatch, listing
 from fdsd.data.region import Region, Span
 from fdsd.data.spec import TensorSpec
@@ -81,8 +82,7 @@ class IndexSelect(Structural):
         span, at = region.spans[self.dim], region.dim_of(self.dim)
         values = torch.tensor([self.index[i] for i in span.indices()], device=parts[0].device)
         chosen = torch.index_select(movable(parts[0]), at, values - values.min())
-        shape = tuple(length for length, _ in span.pairs)
-        chosen = chosen.unflatten(at, shape) if shape else chosen.squeeze(at)
+        chosen = unflatten(chosen, at, [length for length, _ in span.pairs])
         copy_elements(chosen.view(parts[0].dtype) if chosen.dtype != parts[0].dtype else chosen, out)
 
 

@@ -81,9 +81,7 @@ class Stack(Structural):
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
         yield from self._pull(inputs, region.spans[self.dim], region.replace(self.dim), out, region.dim_of(self.dim))
 
-    def _pull(
-        self, inputs: Sequence[Lazy], span: Span, rest: Region, out: torch.Tensor, at: int
-    ) -> Iterator[Pull]:
+    def _pull(self, inputs: Sequence[Lazy], span: Span, rest: Region, out: torch.Tensor, at: int) -> Iterator[Pull]:
         if not span.pairs:
             yield inputs[span.start], rest, out
             return

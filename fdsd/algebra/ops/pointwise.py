@@ -48,7 +48,9 @@ def _working_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
         return torch.complex64 if dtype is torch.complex32 else dtype
     if dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None):
         return torch.float32
-    raise Unsupported(f"{what}: {dtype_name(dtype)} is no floating dtype. Leave these tensors out by name, or cast first.")
+    raise Unsupported(
+        f"{what}: {dtype_name(dtype)} is no floating dtype. Leave these tensors out by name, or cast first."
+    )
 
 
 @frozen
@@ -133,9 +135,7 @@ class Same(_Pointwise):
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
         first = _as_bytes(inputs[0])
         unequal = [
-            name
-            for name, x in zip(self.names[1:], inputs[1:], strict=True)
-            if not torch.equal(first, _as_bytes(x))
+            name for name, x in zip(self.names[1:], inputs[1:], strict=True) if not torch.equal(first, _as_bytes(x))
         ]
         if unequal:
             raise SpecMismatch(

@@ -11,7 +11,7 @@ from attrs import frozen
 from fdsd.algebra.dtypes import movable
 from fdsd.algebra.lazy import Lazy, Pull, Structural
 from fdsd.algebra.ops.moves import check_dim
-from fdsd.algebra.spans import fold_dims
+from fdsd.algebra.spans import fold_dims, unflatten
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.region import Region, Span
 from fdsd.data.spec import TensorSpec
@@ -35,10 +35,11 @@ class SplitDim(Structural):
         return x.with_shape((*x.shape[: self.dim], *self.sizes, *x.shape[self.dim + 1 :]))
 
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return inputs[0].unflatten(self.dim, self.sizes) if self.sizes else inputs[0].squeeze(self.dim)
+        return unflatten(inputs[0], self.dim, self.sizes)
 
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
-        start, pairs, stride = 0, (), 1
+        start, stride = 0, 1
+        pairs: tuple[tuple[int, int], ...] = ()
         for k in reversed(range(len(self.sizes))):
             span = region.spans[self.dim + k]
             start += span.start * stride

@@ -138,9 +138,7 @@ def filled(draw: st.DrawFn, pieces: list[P], values: dict[str, str]) -> str:
             continue
         number = piece.kind in ("range", "affine") or draw(st.booleans())
         fresh = str(draw(st.integers(0, 40))) if number else draw(st.text("ab_1", min_size=1, max_size=2))
-        value = values.setdefault(
-            piece.name, draw(st.sampled_from(piece.words)) if piece.kind == "words" else fresh
-        )
+        value = values.setdefault(piece.name, draw(st.sampled_from(piece.words)) if piece.kind == "words" else fresh)
         is_sum = piece.kind == "affine" and value.isdecimal()
         text += str(piece.scale * int(value) + piece.shift) if is_sum else value
     return text
@@ -181,9 +179,7 @@ def test_matches_what_the_grammar_says(case: tuple[list[P], str]) -> None:
     assert template.match(name) == wanted
     assert template.matcher.search(name) == wanted
     assert list(template.matcher.find(["", name, "a", name])) == [
-        (at, bound)
-        for at, other in enumerate(["", name, "a", name])
-        if (bound := oracle(pieces, other)) is not None
+        (at, bound) for at, other in enumerate(["", name, "a", name]) if (bound := oracle(pieces, other)) is not None
     ]
 
 
@@ -224,11 +220,7 @@ def test_bound_together_patterns_are_one_relation(data: st.DataObject) -> None:
             P("literal", text=".."),
         ]
     others = [
-        P("literal", text=".")
-        if piece.text == ".."
-        else P("literal", text="t.")
-        if piece.text == "t"
-        else piece
+        P("literal", text=".") if piece.text == ".." else P("literal", text="t.") if piece.text == "t" else piece
         for piece in others
     ]
     name = filled(data.draw, pieces, {})
@@ -506,7 +498,5 @@ def test_a_long_pattern_neither_recurses_nor_crawls() -> None:
 
 
 def test_conflicting_domains_name_both_patterns() -> None:
-    with pytest.raises(
-        BadPattern, match=r"patterns 'a.\{i:0..3\}' and 'b.\{i:5..9\}': hole i: no value fits"
-    ):
+    with pytest.raises(BadPattern, match=r"patterns 'a.\{i:0..3\}' and 'b.\{i:5..9\}': hole i: no value fits"):
         bind_together(Template("a.{i:0..3}"), Template("b.{i:5..9}"))

@@ -34,9 +34,9 @@ def test_extra_is_read_only_and_apart_from_the_given_mapping() -> None:
     extra["epoch"] = 4
     assert state.extra == {"epoch": 3}
     with pytest.raises(TypeError):
-        state.extra["epoch"] = 5  # type: ignore[index]
+        state.extra["epoch"] = 5
     with pytest.raises(AttributeError):
-        state.model = StateDict()  # type: ignore[misc]
+        state.model = StateDict()
     with pytest.raises(TypeError, match="unhashable"):
         hash(state)
 

@@ -1,0 +1,60 @@
+"""JSON as the formats demand it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fdsd.data.errors import BadFile
+from fdsd.storage.strict_json import is_text, parse_object
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
+)
+
+
+@given(st.dictionaries(texts, values), st.booleans())
+def test_what_json_writes_is_parsed(value: dict[str, object], ascii_only: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    assert parse_object(raw, "it") == value
+    assert list(parse_object(raw, "it")) == list(value)
+
+
+@given(st.binary() | st.text("[]{}\",:0-9eE.+tfn \\u", max_size=30).map(str.encode))
+def test_anything_else_is_a_bad_file(raw: bytes) -> None:
+    try:
+        assert isinstance(parse_object(raw, "it"), dict)
+    except BadFile as error:
+        assert str(error).startswith("it ")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "stand twice: 'c'"),
+        ("[1]", "a JSON list, not an object"),
+        ('"x"', "a JSON string"),
+        ("null", "a JSON null"),
+        ("7", "a JSON number"),
+        ('{"a": NaN}', "NaN is no JSON number"),
+        ('{"a": -Infinity}', "-Infinity is no JSON number"),
+        ('{"a": -0}', "-0 is no whole number"),
+        ('{"a": ' + "[" * 100_000 + "}", "nested too deeply"),
+        ('{"a": "\\ud800"}', "half a surrogate pair"),
+        ('{"\\ud800": 1}', "half a surrogate pair"),
+        ('{"a": [{"b": ["\\udfff"]}]}', "half a surrogate pair"),
+    ],
+)
+def test_what_is_refused_and_why(text: str, words: str) -> None:
+    with pytest.raises(BadFile, match="it .*" + words):
+        parse_object(text.encode(), "it")
+
+
+def test_a_pair_of_surrogates_is_text() -> None:
+    assert parse_object(b'{"\\ud83d\\ude00": -1}', "it") == {"\U0001f600": -1}
+    assert is_text("\U0001f600") and not is_text("\ud83d")
