@@ -91,6 +91,14 @@ class Plan:
         """The steps that read."""
         return tuple([step for step in self.steps if isinstance(step, Read)])
 
+    def __str__(self) -> str:
+        total = sum([spec.nbytes for spec in self.results])
+        lines = [f"{len(self.steps)} steps, {total:,} bytes of results, {self.peak:,} bytes of scratch at the peak"]
+        lines += [f"  {_step_text(step)}" for step in self.steps[:20]]
+        if len(self.steps) > 20:
+            lines.append(f"  ... and {len(self.steps) - 20} more")
+        return "\n".join(lines)
+
     @property
     def is_reads_only(self) -> bool:
         """Whether nothing but reads happens, each straight into a result."""
@@ -135,6 +143,22 @@ class Recorder:
         made = [self.empty(spec.shape, spec.dtype) for spec in node.outputs]
         self.steps.append(Run(node.op, tuple(map(self.view, parts)), None, tuple(map(self.view, made))))
         return made
+
+
+def _read_text(read: Read) -> str:
+    size = read.region.numel * read.out.dtype.itemsize
+    return f"read   {size:>14,} B of {read.origin.fqn} -> buffer {read.out.buffer}"
+
+
+def _step_text(step: Step) -> str:
+    if isinstance(step, Read):
+        return _read_text(step)
+    if isinstance(step, Copy):
+        return f"copy   buffer {step.source.buffer} -> buffer {step.out.buffer}"
+    if isinstance(step, Fill):
+        return f"fill   {step.value!r} -> buffer {step.out.buffer}"
+    outs = ", ".join([str(out.buffer) for out in step.outs])
+    return f"call   {step.op} on {', '.join([str(part.buffer) for part in step.parts]) or 'nothing'} -> buffer {outs}"
 
 
 def plan_of(roots: Sequence[Lazy], budget: int | None = None) -> Plan:

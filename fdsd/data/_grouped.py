@@ -96,9 +96,7 @@ def check_groups_round_trip(
     return problems
 
 
-def finish(
-    result: Groups[G], sources: Sequence[Template], single: Template, names: Sequence[str]
-) -> Groups[G]:
+def finish(result: Groups[G], sources: Sequence[Template], single: Template, names: Sequence[str]) -> Groups[G]:
     """Order the groups, and add the problems that all kinds of groups share."""
     result.groups.sort(key=lambda group: group.position)
     result.problems += collisions(result.groups, names)
@@ -128,9 +126,7 @@ def collisions(groups: Sequence[Group | Spread], names: Sequence[str]) -> Iterat
             makers.setdefault(target, []).append(listing(group.sides[0], limit=3, sort=False))
     for target, sources in makers.items():
         if target in stays:
-            message = (
-                f"{sources[0]} would become {target!r}, which is there already. Drop or rename it first."
-            )
+            message = f"{sources[0]} would become {target!r}, which is there already. Drop or rename it first."
             yield Problem("collision", message, (target,))
         if len(sources) > 1:
             shown = "; ".join(sources[:10]) + (f" and {len(sources) - 10} more" if len(sources) > 10 else "")

@@ -143,31 +143,23 @@ class Matcher:
                 parts.append(piece)
                 continue
             if piece.is_unnamed:
-                raise BadPattern(
-                    f"pattern {self.text!r}: the unnamed hole {piece.text} can be matched, not written."
-                )
+                raise BadPattern(f"pattern {self.text!r}: the unnamed hole {piece.text} can be matched, not written.")
             if piece.name not in bindings:
                 raise BadPattern(f"pattern {self.text!r}: no value for {piece.text}; give {piece.name}.")
             value = bindings[piece.name]
             if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass integers
-                raise Unsupported(
-                    f"pattern {self.text!r}: {piece.name} = {value!r}: give the value as a str."
-                )
+                raise Unsupported(f"pattern {self.text!r}: {piece.name} = {value!r}: give the value as a str.")
             reason = self.domains[piece.name].misfit(value)
             if reason:
                 sums = "" if not piece.is_affine else f", as {piece.text} must be an integer from 0 on"
-                raise BadPattern(
-                    f"pattern {self.text!r}: {piece.name} = {value!r} does not fit: {reason}{sums}."
-                )
+                raise BadPattern(f"pattern {self.text!r}: {piece.name} = {value!r} does not fit: {reason}{sums}.")
             parts.append(piece.encode(value))
         return "".join(parts)
 
     def _domain(self, hole: Hole) -> Domain:
         return Domain(many=hole.many) if hole.is_unnamed else self.domains[hole.name]
 
-    def _walk(
-        self, at: int, start: int, name: str, bound: dict[str, str]
-    ) -> Iterator[tuple[int, dict[str, str]]]:
+    def _walk(self, at: int, start: int, name: str, bound: dict[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
         piece = self.pieces[at]
         if isinstance(piece, str):
             if name.startswith(piece, start):

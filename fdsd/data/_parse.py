@@ -154,18 +154,14 @@ def parse(text: str, *, unnamed: bool) -> Parsed:
     if literal:
         pieces.append(literal)
     if not pieces:
-        raise BadPattern(
-            f"pattern {text!r}: it is empty, and no name is; write the FQN that it should match."
-        )
+        raise BadPattern(f"pattern {text!r}: it is empty, and no name is; write the FQN that it should match.")
     _check_whole_segments(text, pieces)
     return Parsed(tuple(pieces), domains, is_optional)
 
 
 def _refuse_char(text: str, at: int) -> None:
     if text[at] == "}":
-        raise BadPattern(
-            f"pattern {text!r}: {text[: at + 1]!r} closes a hole that is not open; a literal is '}}}}'."
-        )
+        raise BadPattern(f"pattern {text!r}: {text[: at + 1]!r} closes a hole that is not open; a literal is '}}}}'.")
     if text[at] == "?":
         raise BadPattern(
             f"pattern {text!r}: the '?' after {text[:at]!r} is not at the end; a literal '?' is '??', "
@@ -228,9 +224,7 @@ def _read_hole(text: str, at: int, unnamed: bool) -> tuple[Hole, Domain, int]:
             f"in {'{rest...}' if hole.many else '{x}'}."
         )
     if hole.is_unnamed and written not in ("{_}", "{_...}"):
-        raise BadPattern(
-            f"pattern {text!r}: {written} is unnamed, so it takes no range, words or sum; name it."
-        )
+        raise BadPattern(f"pattern {text!r}: {written} is unnamed, so it takes no range, words or sum; name it.")
     return hole, domain, end + 1
 
 
@@ -278,18 +272,14 @@ def _read_affine(written: str, inner: str) -> _Found | None:
     if scale == 0:
         return Hole(written, found[2]), "a factor of 0 forgets the index; write 1 or more"
     # scale * i + shift >= 0, so i starts at the quotient rounded up
-    return Hole(written, found[2], scale=scale, shift=shift), Domain(
-        integer=True, lo=max(0, -(shift // scale))
-    )
+    return Hole(written, found[2], scale=scale, shift=shift), Domain(integer=True, lo=max(0, -(shift // scale)))
 
 
 def _guess(inner: str) -> str:
     """Word what the writer may have meant."""
     if inner in ("", "*", "..."):
         return ": it has no name"
-    if re.search(r"\s", inner) and (
-        _AFFINE.fullmatch("".join(inner.split())) or _PLAIN.fullmatch(inner.strip())
-    ):
+    if re.search(r"\s", inner) and (_AFFINE.fullmatch("".join(inner.split())) or _PLAIN.fullmatch(inner.strip())):
         return ", as no space may stand in it"
     if re.fullmatch(r"[0-9]+", inner):
         return ": a name starts with a letter; write a fixed index without braces"

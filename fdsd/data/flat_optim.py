@@ -97,9 +97,7 @@ def _option_items(state: OptimState) -> Iterator[_Item]:
                 f"{listing(odd)}. Rename them in the groups first."
             )
         if group.named:
-            options.append(
-                ("param_names", "param_names", list(group.fqns))
-            )  # whole for each name, as torch does
+            options.append(("param_names", "param_names", list(group.fqns)))  # whole for each name, as torch does
         for name in group.fqns:
             for option, text, value in options:
                 yield _Item(f"{_GROUPS}{name}.{text}", name, option, value)
@@ -202,9 +200,7 @@ def _read_state(flat: Mapping[str, Any], known: _Known, options: Options) -> Row
             continue
         readings = _readings(key[len(_STATE) :], names, known)
         if len(readings) > 1:
-            ambiguous.append(
-                f"{key!r} is " + " or ".join(f"slot {slot!r} of {name!r}" for name, slot in readings)
-            )
+            ambiguous.append(f"{key!r} is " + " or ".join(f"slot {slot!r} of {name!r}" for name, slot in readings))
             continue
         name, text = readings[0]
         rows.setdefault(name, {})[() if text is None else known.path(text)] = value
@@ -306,9 +302,7 @@ def _groups_like(like: OptimState, options: Options, *, strict: bool) -> list[Pa
             "Give a like= with these parameters in groups of their own."
         )
     if missing and strict:
-        raise UnknownName(
-            f"unflatten_optim: options that others of the group have are missing: {listing(missing)}."
-        )
+        raise UnknownName(f"unflatten_optim: options that others of the group have are missing: {listing(missing)}.")
     return groups
 
 

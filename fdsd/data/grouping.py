@@ -58,9 +58,7 @@ def check_many(sources: Sequence[Template], target: Template) -> None:
             )
         lacks, more = set(target.holes) - set(source.holes), set(source.holes) - set(target.holes)
         if lacks:
-            raise BadPattern(
-                f"{texts}: {source.text!r} lacks {_braced(lacks)}; all patterns share their holes."
-            )
+            raise BadPattern(f"{texts}: {source.text!r} lacks {_braced(lacks)}; all patterns share their holes.")
         if more:
             raise BadPattern(
                 f"{texts}: {_braced(more)} of {source.text!r} is not in {target.text!r}, so a group could "
@@ -81,9 +79,7 @@ def check_indexed(many: Template, one: Template, index: str | None = None) -> st
     _check_named(many, one)
     texts = f"{many.text!r} and {one.text!r}"
     if many.optional:
-        raise BadPattern(
-            f"{many.text!r}: the '?' stands on the single pattern; write {one.as_optional().text!r}."
-        )
+        raise BadPattern(f"{many.text!r}: the '?' stands on the single pattern; write {one.as_optional().text!r}.")
     lacks, more = set(one.holes) - set(many.holes), set(many.holes) - set(one.holes)
     if lacks:
         raise BadPattern(f"{texts}: {many.text!r} lacks {_braced(lacks)}, which the single pattern has.")
@@ -92,13 +88,9 @@ def check_indexed(many: Template, one: Template, index: str | None = None) -> st
         raise BadPattern(f"{texts}: one hole more, the index, must be in {many.text!r}, but {what}.")
     (name,) = more
     if index not in (None, name):
-        raise BadPattern(
-            f"{texts}: the index is {{{name}}}, as the single pattern lacks it, not index={index!r}."
-        )
+        raise BadPattern(f"{texts}: the index is {{{name}}}, as the single pattern lacks it, not index={index!r}.")
     if name in many.many:
-        raise BadPattern(
-            f"{texts}: the index {{{name}...}} stands for whole segments; an index is one integer."
-        )
+        raise BadPattern(f"{texts}: the index {{{name}...}} stands for whole segments; an index is one integer.")
     _bind_indexed(many, one, name)
     return name
 
@@ -130,10 +122,8 @@ def group_many(sources: Sequence[Template], target: Template, names: Sequence[st
     for key, places in found.items():
         bindings = dict(zip(target.holes, key, strict=True))
         absent = [reader.format(bindings) for which, reader in enumerate(readers) if which not in places]
-        members = tuple(names[places[which]] for which in sorted(places))
-        result.groups.append(
-            Group(writer.format(bindings), members, min(places.values()), tuple(absent), not absent)
-        )
+        members = tuple(names[places[which]] for which in places)
+        result.groups.append(Group(writer.format(bindings), members, min(places.values()), tuple(absent), not absent))
     if found:
         idle = [which for which in range(len(sources)) if not any(which in won for won in winners.values())]
         result.problems += [unmatched([sources[which]], names) for which in idle]
@@ -242,9 +232,7 @@ def group_unindexed(
 def _check_named(*templates: Template) -> None:
     for template in templates:
         if any(isinstance(piece, Hole) and piece.is_unnamed for piece in template.pieces):
-            raise BadPattern(
-                f"{template.text!r}: unnamed holes are for select and drop only; give them names."
-            )
+            raise BadPattern(f"{template.text!r}: unnamed holes are for select and drop only; give them names.")
 
 
 def _bind_indexed(many: Template, one: Template, index: str) -> tuple[Matcher, Matcher]:
@@ -300,9 +288,7 @@ def _odd_digits(source: Template, reader: Matcher, index: str, names: Sequence[s
     """Find names whose index is a number written in another way, such as ``07``."""
     for at, bound in source.matcher.find(names):
         if bound[index].isdecimal() and reader.match(names[at]) is None:
-            message = (
-                f"{names[at]!r}: index {index} is {bound[index]!r}; write indices without leading zeros."
-            )
+            message = f"{names[at]!r}: index {index} is {bound[index]!r}; write indices without leading zeros."
             yield Problem("ragged indices", message, (names[at],))
 
 
@@ -312,9 +298,7 @@ def _written(reader: Matcher, bindings: dict[str, str], index: str, missing: Ite
             yield reader.format({**bindings, index: str(i)})
 
 
-def _ragged(
-    target: str, index: str, count: int, missing: list[int], strays: list[int], num_missing: int
-) -> str:
+def _ragged(target: str, index: str, count: int, missing: list[int], strays: list[int], num_missing: int) -> str:
     wrong: list[str] = []
     if missing:
         more = f" and {num_missing - 10} more" if num_missing > 10 else ""

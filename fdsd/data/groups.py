@@ -32,16 +32,12 @@ def twice(names: Iterable[Any]) -> list[Any]:
 def _to_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
     given: Any = fqns
     if isinstance(given, str):
-        raise SpecMismatch(
-            f"ParamGroup: fqns is a sequence of names, not the string {fqns!r}; write ({fqns!r},)."
-        )
+        raise SpecMismatch(f"ParamGroup: fqns is a sequence of names, not the string {fqns!r}; write ({fqns!r},).")
     names = tuple(given)
     if odd := [name for name in names if not isinstance(name, str)]:
         raise SpecMismatch(f"ParamGroup: names are strings; these are not: {listing(odd)}.")
     if len(set(names)) != len(names):
-        raise NameConflict(
-            f"ParamGroup: names given twice: {listing(twice(names))}. Each name may stand once."
-        )
+        raise NameConflict(f"ParamGroup: names given twice: {listing(twice(names))}. Each name may stand once.")
     return names
 
 
@@ -81,9 +77,7 @@ class ParamGroup:
             object.__setattr__(self, "named", True)
         for key in ("params", *(["param_names"] if self.named else [])):
             if key in self.options:
-                raise Unsupported(
-                    f"ParamGroup: {key!r} is no option: the names of the parameters go to fqns."
-                )
+                raise Unsupported(f"ParamGroup: {key!r} is no option: the names of the parameters go to fqns.")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ParamGroup):

@@ -66,9 +66,7 @@ class TensorEntry:
 
     def __repr__(self) -> str:
         kind = [] if self.kind == "parameter" else [repr(self.kind)]
-        rest = [
-            f"{name}={getattr(self, name)!r}" for name in _DEFAULTS if getattr(self, name) != _DEFAULTS[name]
-        ]
+        rest = [f"{name}={getattr(self, name)!r}" for name in _DEFAULTS if getattr(self, name) != _DEFAULTS[name]]
         return f"TensorEntry({', '.join([repr(self.spec), *kind, *rest])})"
 
 
@@ -134,11 +132,7 @@ class ModelSpec:
         if owner is None:
             return f"{name!r} is tied to {entry.tied_to!r}, which is no entry"
         if owner.tied_to is not None:
-            first = (
-                "itself"
-                if entry.tied_to == name
-                else f"{entry.tied_to!r}, which is tied to {owner.tied_to!r}"
-            )
+            first = "itself" if entry.tied_to == name else f"{entry.tied_to!r}, which is tied to {owner.tied_to!r}"
             return f"{name!r} is tied to {first}; tie all names to one that is not tied"
         if owner.spec != entry.spec:
             return f"{name!r} is {entry.spec} and tied to {entry.tied_to!r}, which is {owner.spec}"
@@ -172,9 +166,7 @@ class ModelSpec:
             for name, entry in self.entries.items()
             if entry.kind == "parameter" and not entry.trainable
         }
-        return tuple(
-            [name for name, entry in self.entries.items() if (entry.tied_to or name) in frozen_owners]
-        )
+        return tuple([name for name, entry in self.entries.items() if (entry.tied_to or name) in frozen_owners])
 
     def to_json(self) -> str:
         """Write the spec as JSON, one line an entry.
@@ -183,9 +175,7 @@ class ModelSpec:
             Unsupported: An option of a group is neither plain data nor a 0-dim tensor; all are named.
         """
         problems: list[str] = []
-        lines = [
-            f"{json.dumps(name)}: {json.dumps(_entry_data(entry))}" for name, entry in self.entries.items()
-        ]
+        lines = [f"{json.dumps(name)}: {json.dumps(_entry_data(entry))}" for name, entry in self.entries.items()]
         optimizers = [
             [_group_data(group, f"optimizers[{i}][{j}]", problems) for j, group in enumerate(groups)]
             for i, groups in enumerate(self.optimizers)
@@ -193,11 +183,7 @@ class ModelSpec:
         if problems:
             raise Unsupported(f"to_json: no JSON for {plural(len(problems), 'option')}: {several(problems)}.")
         entries = "{" + ",".join(f"\n  {line}" for line in lines) + ("\n }" if lines else "}")
-        rows = (
-            "["
-            + ",".join(f"\n  {json.dumps(groups)}" for groups in optimizers)
-            + ("\n ]" if optimizers else "]")
-        )
+        rows = "[" + ",".join(f"\n  {json.dumps(groups)}" for groups in optimizers) + ("\n ]" if optimizers else "]")
         return f'{{"version": {_VERSION},\n "entries": {entries},\n "optimizers": {rows}}}\n'
 
     @classmethod

@@ -71,13 +71,9 @@ class OptimState:
 
     def __attrs_post_init__(self) -> None:
         if double := twice(self.fqns):
-            raise NameConflict(
-                f"OptimState: {listing(double)} in two parameter groups. Each name may stand once."
-            )
+            raise NameConflict(f"OptimState: {listing(double)} in two parameter groups. Each name may stand once.")
         if clash := [key for key in ("state", "param_groups") if key in self.extra]:
-            raise NameConflict(
-                f"OptimState: {listing(clash)} in extra: that is the place of slots and groups."
-            )
+            raise NameConflict(f"OptimState: {listing(clash)} in extra: that is the place of slots and groups.")
 
     @classmethod
     def from_torch(cls, osd: Mapping[str, Any], fqns: Names | None = None) -> OptimState:
@@ -167,13 +163,7 @@ class OptimState:
         if len(self.groups) > len(groups):
             groups.append(f"\n  ... and {len(self.groups) - len(groups)} more,")
         extra = f", extra={dict(self.extra)!r}" if self.extra else ""
-        return (
-            f"OptimState({{{', '.join(slots)}}}, ("
-            + "".join(groups)
-            + ("\n)" if groups else ")")
-            + extra
-            + ")"
-        )
+        return f"OptimState({{{', '.join(slots)}}}, (" + "".join(groups) + ("\n)" if groups else ")") + extra + ")"
 
     def __reduce__(self) -> Any:
         return _rebuild, (dict(self.slots), self.groups, dict(self.extra))
@@ -193,9 +183,7 @@ class _Frame:
 
     __slots__ = ("extra", "groups", "places", "slots")
 
-    def __init__(
-        self, slots: tuple[Slot, ...], groups: tuple[ParamGroup, ...], extra: dict[str, Any]
-    ) -> None:
+    def __init__(self, slots: tuple[Slot, ...], groups: tuple[ParamGroup, ...], extra: dict[str, Any]) -> None:
         self.slots = slots
         self.places: list[tuple[Any, ...]] = [("slots", slot) for slot in slots]
         self.groups = tuple([self._group(i, group) for i, group in enumerate(groups)])

@@ -50,9 +50,7 @@ def read_osd(osd: Mapping[str, Any], fqns: Names | None) -> Parts:
         raise NameConflict(f"from_torch: {what} {listing(double)} listed twice in the parameter groups.")
     names = _names_of_ids(packed, keys, fqns) if by_id else _checked_names(flat, fqns)
     groups = [
-        ParamGroup(
-            [names[key] for key in own], {key: value for key, value in group.items() if key != "params"}
-        )
+        ParamGroup([names[key] for key in own], {key: value for key, value in group.items() if key != "params"})
         for group, own in zip(packed, keys, strict=True)
     ]
     slots = _read_state(osd["state"], names, by_id=by_id)
@@ -75,15 +73,11 @@ def _read_groups(osd: Mapping[str, Any]) -> tuple[list[Any], list[list[Any]]]:
     if not isinstance(osd["state"], Mapping):
         raise Unsupported(f"from_torch: osd['state'] is a dict, not {type(osd['state']).__name__}.")
     packed: list[Any] = list(osd["param_groups"])
-    if odd := [
-        i for i, group in enumerate(packed) if not isinstance(group, Mapping) or "params" not in group
-    ]:
+    if odd := [i for i, group in enumerate(packed) if not isinstance(group, Mapping) or "params" not in group]:
         raise UnknownName(f"from_torch: osd['param_groups'] {listing(odd)}: no dict with 'params' in it.")
     keys = [list(group["params"]) for group in packed]
     if any(isinstance(key, torch.Tensor) for group in keys for key in group):
-        raise Unsupported(
-            "from_torch: 'params' holds tensors; give optimizer.state_dict(), not the optimizer's own."
-        )
+        raise Unsupported("from_torch: 'params' holds tensors; give optimizer.state_dict(), not the optimizer's own.")
     return packed, keys
 
 
@@ -95,9 +89,7 @@ def _are_ids(keys: list[Any]) -> bool:
     ids = [key for key in keys if _is_id(key)]
     names = [key for key in keys if isinstance(key, str)]
     if odd := [key for key in keys if not _is_id(key) and not isinstance(key, str)]:
-        raise Unsupported(
-            f"from_torch: parameters are listed by id or name; these are neither: {listing(odd)}."
-        )
+        raise Unsupported(f"from_torch: parameters are listed by id or name; these are neither: {listing(odd)}.")
     if ids and names:
         raise Unsupported(
             f"from_torch: the groups mix ids ({listing(ids)}) and names ({listing(names)}); "
@@ -154,9 +146,7 @@ def _param_names(packed: list[Any], keys: list[list[int]]) -> dict[Any, Any]:
     if bare:
         count = plural(sum(map(len, keys)), "name")
         where = f" in group {listing(bare)}" if len(bare) < len([own for own in keys if own]) else ""
-        raise UnknownName(
-            f"from_torch: parameters are listed by ids without names{where}. {_GIVE_NAMES} ({count})."
-        )
+        raise UnknownName(f"from_torch: parameters are listed by ids without names{where}. {_GIVE_NAMES} ({count}).")
     names: dict[Any, Any] = {}
     for i, (group, own) in enumerate(zip(packed, keys, strict=True)):
         given = list(group.get("param_names", ()))
@@ -169,9 +159,7 @@ def _param_names(packed: list[Any], keys: list[list[int]]) -> dict[Any, Any]:
     return names
 
 
-def _read_state(
-    state: Mapping[Any, Any], names: dict[Any, str], *, by_id: bool
-) -> dict[Slot, dict[str, Any]]:
+def _read_state(state: Mapping[Any, Any], names: dict[Any, str], *, by_id: bool) -> dict[Slot, dict[str, Any]]:
     strays = [key for key in state if key not in names]
     _check_strays(strays, names, by_id=by_id)
     columns: dict[Slot, dict[str, Any]] = {}
@@ -189,9 +177,7 @@ def _check_strays(strays: list[Any], names: dict[Any, str], *, by_id: bool) -> N
             raise UnknownName(f"from_torch: state for ids that no group lists: {listing(odd)}.")
         kind = "ids" if all(map(_is_id, odd)) else "keys"
         raise Unsupported(f"from_torch: the groups list names, and the state has {kind}: {listing(odd)}.")
-    known = (
-        {*names.values(), *map(str, names)} if by_id else set[str]()
-    )  # "0" is an id that went through JSON
+    known = {*names.values(), *map(str, names)} if by_id else set[str]()  # "0" is an id that went through JSON
     if both := [key for key in strays if key in known]:
         raise Unsupported(
             f"from_torch: the groups list ids, and the state has parameters by name: {listing(both)}. "

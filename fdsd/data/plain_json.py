@@ -61,9 +61,7 @@ def _encode_tensor(value: torch.Tensor, where: str, problems: list[str]) -> Any:
         numbers: Any = plain.reshape(1).view(torch.uint8)
         raw = bytes(numbers.tolist())
     except (RuntimeError, NotImplementedError, ValueError):  # more than one element, meta, sparse, quantized
-        problems.append(
-            f"{where} is a tensor of {dtype_name(value.dtype)}{list(value.shape)} on {value.device.type}"
-        )
+        problems.append(f"{where} is a tensor of {dtype_name(value.dtype)}{list(value.shape)} on {value.device.type}")
         return None
     if value.ndim:
         problems.append(f"{where} is a tensor of shape {list(value.shape)}, and only 0-dim ones are written")
@@ -95,9 +93,7 @@ def decode(data: Any, where: str) -> Any:
             if isinstance(error, BadFile):
                 raise
             raise BadFile(f"{where}: {body!r} is no value of {tag!r}.") from error
-    raise BadFile(
-        f"{where}: an object with {listing(key for key in fields if key.startswith('$'))} beside others."
-    )
+    raise BadFile(f"{where}: an object with {listing(key for key in fields if key.startswith('$'))} beside others.")
 
 
 def _decode_tagged(tag: str, body: Any, where: str) -> Any:

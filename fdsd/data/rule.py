@@ -37,9 +37,7 @@ class PatternRule:
             absent = sorted(set(here.holes) - set(there.holes))
             if absent:
                 holes = ", ".join(f"{{{name}}}" for name in absent)
-                raise BadPattern(
-                    f"{self}: the {text} lacks {holes}; both sides of a rename have the same holes."
-                )
+                raise BadPattern(f"{self}: the {text} lacks {holes}; both sides of a rename have the same holes.")
             if any(isinstance(piece, Hole) and piece.is_unnamed for piece in here.pieces):
                 raise BadPattern(f"{self}: unnamed holes are for select and drop only; give them names.")
         self.rewriter(0)
@@ -118,12 +116,8 @@ def read_rule(pair: object) -> Rule:
         raise Unsupported(f"{_regex_repr(regex)}: its target is a template or a function, not {target!r}.")
     for side in (source, target):
         if not isinstance(side, (str, Template)):
-            raise Unsupported(
-                f"a side of a rule is a pattern, or a compiled expression, not {side!r}, in {pair!r}."
-            )
-    return PatternRule(
-        as_template(cast("str | Template", source)), as_template(cast("str | Template", target))
-    )
+            raise Unsupported(f"a side of a rule is a pattern, or a compiled expression, not {side!r}, in {pair!r}.")
+    return PatternRule(as_template(cast("str | Template", source)), as_template(cast("str | Template", target)))
 
 
 def rules_repr(rules: tuple[Rule, ...]) -> str:

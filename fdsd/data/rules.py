@@ -115,9 +115,7 @@ class RuleTable:
         swapped: list[Rule] = []
         for rule in self.rules:
             if not isinstance(rule, PatternRule):
-                raise NotInvertible(
-                    f"{rule} cannot be undone by itself; give the rules that undo it as inverse=."
-                )
+                raise NotInvertible(f"{rule} cannot be undone by itself; give the rules that undo it as inverse=.")
             source = rule.target.as_optional() if rule.source.optional else rule.target
             swapped.append(PatternRule(source, rule.source.unoptional()))
         return RuleTable(tuple(swapped))
@@ -150,9 +148,7 @@ def check_round_trip(table: RuleTable, inverse: RuleTable, names: Sequence[str])
             way = f"comes back as {back!r}" if winner >= 0 else "no rule of the inverse takes back"
             remedy = "Make the patterns exclude this, or give inverse=."
             message = f"{name!r} {there}, which {way}. {remedy}"
-            problems.append(
-                Problem("round trip", message, (name, target, back), winner if winner >= 0 else None)
-            )
+            problems.append(Problem("round trip", message, (name, target, back), winner if winner >= 0 else None))
     return problems
 
 
@@ -180,17 +176,13 @@ def _noted(rule: RegexRule | FunctionRule) -> Callable[[str], str | None]:
     return run
 
 
-def _bad_targets(
-    table: RuleTable, names: Sequence[str], targets: list[str], winners: list[int]
-) -> list[Problem]:
+def _bad_targets(table: RuleTable, names: Sequence[str], targets: list[str], winners: list[int]) -> list[Problem]:
     """Find what is no name, put the old name in its place, and tell."""
     problems: list[Problem] = []
     for at, target in enumerate(targets):
         if not isinstance(target, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' functions give anything
             rule, name = table.rules[winners[at]], names[at]
-            message = (
-                f"{rule} gives {target!r} for {name!r}; a new name is a str, and None keeps the old one."
-            )
+            message = f"{rule} gives {target!r} for {name!r}; a new name is a str, and None keeps the old one."
             problems.append(Problem("bad target", message, (name,), winners[at]))
             targets[at] = name
     return problems

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "quiet"]
+
+_IS_QUIET = ContextVar("is_quiet", default=False)
 
 _PATIENCE = 0.5
 """Seconds before a bar appears: what is done sooner needs none."""
+
+
+@contextmanager
+def quiet(enabled: bool = True) -> Generator[None, None, None]:
+    """Show no bar within this context, on a terminal either.
+
+    >>> with quiet(), Progress("saving", 100) as progress:
+    ...     progress.advance(100)
+    """
+    token = _IS_QUIET.set(enabled or _IS_QUIET.get())
+    try:
+        yield
+    finally:
+        _IS_QUIET.reset(token)
 
 
 class Progress:
@@ -30,7 +49,8 @@ class Progress:
         self._done = 0
         self._bar: Any = None
         self._task: Any = None
-        self._shows = sys.stderr.isatty()
+        stream: TextIO | None = sys.stderr  # none where the caller closed it
+        self._shows = stream is not None and stream.isatty() and not _IS_QUIET.get()
 
     def __enter__(self) -> Progress:
         self._begin = time.monotonic()

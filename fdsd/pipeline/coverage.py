@@ -162,9 +162,7 @@ def coverage(steps: Iterable[Step], source: Any) -> Coverage:
                 counts[name] = tally.uses(leaf.op, leaf.shape)
     dropped = [name for name, uses in counts.items() if not uses.once and not uses.more]
     if any(not counts[name].total for name in dropped):
-        reached = {
-            id(op) for op in mentioned(roots)
-        }  # one without elements is dropped if no result mentions it
+        reached = {id(op) for op in mentioned(roots)}  # one without elements is dropped if no result mentions it
         dropped = [name for name in dropped if counts[name].total or id(states[0][name].op) not in reached]
     return Coverage(StateDict.trusted(counts), StateDict.trusted(aliases), tuple(dropped))
 
@@ -319,7 +317,11 @@ class _Tally:
 
     def uses(self, origin: Op, shape: tuple[int, ...]) -> Uses:
         """Give the counts of one tensor."""
+        whole, parts = self.whole[id(origin)], self.parts.get(id(origin))
+        if parts is None:
+            size = math.prod(shape)
+            return Uses(size if whole == 1 else 0, size if whole > 1 else 0, 0 if whole else size)
         found: Counter[int] = Counter()
-        for times, elements in spread(self.parts.get(id(origin), {}), shape).items():
-            found[times + self.whole[id(origin)]] += elements
+        for times, elements in spread(parts, shape).items():
+            found[times + whole] += elements
         return Uses(found[1], sum([n for times, n in found.items() if times > 1]), found[0])

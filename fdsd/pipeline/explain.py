@@ -16,7 +16,6 @@ from fdsd.data.errors import FdsdError, plural
 from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, spec_of
-from fdsd.data.ties import tie_key
 from fdsd.data.train import TrainState
 from fdsd.pipeline.check import abstract, trace
 from fdsd.pipeline.lines import Line, dropped_lines, made_lines
@@ -211,11 +210,9 @@ def _size(state: Any) -> Size:
     nbytes = 0
     for column in columns:
         for leaf in column.values():
-            if isinstance(leaf, TensorSpec):
-                key = tie_key(leaf)
-                if key is None or key not in seen:
-                    seen.add(key)
-                    nbytes += leaf.nbytes
+            if isinstance(leaf, TensorSpec) and (leaf.tie is None or leaf.tie not in seen):
+                seen.add(leaf.tie)
+                nbytes += leaf.nbytes
     leaves = _leaves(state)
     unknown = 0 if isinstance(state, OptimState) else sum([leaf is UNKNOWN for leaf in leaves.values()])
     return Size(len(leaves), nbytes, unknown)

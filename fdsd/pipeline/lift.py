@@ -102,6 +102,7 @@ class _Lift:
         if self.step.computes is None:
             return False
         listed = set(_listed(self.optim))
+        listed.update(self.scope.aliases([name for name in listed if name in self.scope]))
         touched = sorted({s for a in assigns if a.build is not None for s in a.sources if s in listed})
         if touched:
             text = (

@@ -20,6 +20,7 @@ from fdsd.pipeline.rewrite import UNKNOWN, Assign
 __all__ = ["Line", "dropped_lines", "made_lines"]
 
 _UNKNOWN = "unknown"
+_Indices = tuple[int, ...]
 
 
 @frozen
@@ -70,7 +71,8 @@ def made_lines(assigns: Iterable[Assign], before: Mapping[str, Any], after: Mapp
     >>> print(made_lines(moves, specs, {})[0])
     {0..2}.a -> {4..6}.b: int8[2] -> unknown
     """
-    return list(_folded([_row(assign, before, after) for assign in assigns]))
+    changes = list(assigns)
+    return list(_folded(_families(changes, before, after), [assign.target for assign in changes]))
 
 
 def dropped_lines(dropped: Mapping[str, Any]) -> list[Line]:
@@ -83,37 +85,53 @@ def dropped_lines(dropped: Mapping[str, Any]) -> list[Line]:
 
 
 class _Row(NamedTuple):
-    """One assignment that changes something: sources by runs of names that differ in ascending indices only."""
+    """One assignment that changes something, with the indices in its target and, block by block, its sources."""
+
+    assign: Assign
+    indices: _Indices
+    blocks: list[list[_Indices]]
+
+
+class _Family(NamedTuple):
+    """What rows have in common that are alike but for indices.
+
+    Attributes:
+        kind: The kind of change.
+        target: The target without its indices.
+        blocks: The sources without their indices, as runs of names with ascending indices: name and count.
+        before: The specs of the sources.
+        after: The spec of the target.
+    """
 
     kind: str
-    target: str
-    skeleton: str
-    indices: tuple[int, ...]
-    blocks: list[_Block]
+    target: tuple[str, ...]
+    blocks: tuple[tuple[tuple[str, ...], int], ...]
     before: str
     after: str
 
 
-class _Block(NamedTuple):
-    skeleton: str
-    names: list[str]
-    indices: list[tuple[int, ...]]
-
-
-def _row(assign: Assign, before: Mapping[str, Any], after: Mapping[str, Any]) -> _Row:
-    blocks: list[_Block] = []
-    for name in assign.sources:
-        skeleton, indices = _parse(name)
-        if blocks and blocks[-1].skeleton == skeleton and blocks[-1].indices[-1] < indices:
-            blocks[-1].names.append(name)
-            blocks[-1].indices.append(indices)
-        else:
-            blocks.append(_Block(skeleton, [name], [indices]))
-    kind = "make" if assign.build is not None else "rename"
-    kind = "alias" if assign.alias else kind if assign.sources else "insert"
-    texts = [_spec_text(before.get(name, UNKNOWN)) for name in assign.sources]
-    made = _spec_text(after.get(assign.target, UNKNOWN))
-    return _Row(kind, assign.target, *_parse(assign.target), blocks, _joined(texts), made)
+def _families(
+    assigns: Iterable[Assign], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[_Family, list[_Row]]:
+    found: dict[_Family, list[_Row]] = {}
+    for assign in assigns:
+        names: list[tuple[str, ...]] = []
+        blocks: list[list[_Indices]] = []
+        for source in assign.sources:
+            name, indices = _parse(source)
+            if names and names[-1] == name and blocks[-1][-1] < indices:
+                blocks[-1].append(indices)
+            else:
+                names.append(name)
+                blocks.append([indices])
+        kind = "rename" if assign.build is None else "make" if assign.sources else "insert"
+        target, own = _parse(assign.target)
+        runs = tuple([(name, len(block)) for name, block in zip(names, blocks, strict=True)])
+        texts = [_spec_text(before.get(source, UNKNOWN)) for source in assign.sources]
+        made = _spec_text(after.get(assign.target, UNKNOWN))
+        family = _Family("alias" if assign.alias else kind, target, runs, _joined(texts), made)
+        found.setdefault(family, []).append(_Row(assign, own, blocks))
+    return found
 
 
 def _joined(texts: list[str]) -> str:
@@ -125,64 +143,66 @@ def _joined(texts: list[str]) -> str:
     return " + ".join([*shown, *([f"{len(runs) - 4} more"] if len(runs) > 4 else [])])
 
 
-def _parse(name: str) -> tuple[str, tuple[int, ...]]:
+def _parse(name: str) -> tuple[tuple[str, ...], _Indices]:
     """Take the indices out of a name.
 
     >>> _parse("layers.3.w.0")
-    ('layers.#.w.#', (3, 0))
+    (('layers.', '.w.', ''), (3, 0))
     """
-    if not _INDEX.search(name):
-        return name, ()
-    return _INDEX.sub("#", name), tuple([int(found) for found in _INDEX.findall(name)])
+    pieces = _INDEX.split(name)
+    return tuple(pieces[::2]), tuple(map(int, pieces[1::2]))
 
 
-_INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")
+_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")
 
 
-def _folded(rows: Iterable[_Row]) -> Iterator[Line]:
+def _folded(families: Mapping[_Family, list[_Row]], order: Iterable[str]) -> Iterator[Line]:
     """Fold rows into lines: only rows whose indices go from sources to target in one and the same way."""
-    families: dict[Hashable, list[_Row]] = {}
-    for row in rows:
-        blocks = tuple([(block.skeleton, len(block.names)) for block in row.blocks])
-        families.setdefault((row.kind, row.skeleton, blocks, row.before, row.after), []).append(row)
     keys: dict[str, Hashable] = {}
-    by_target: dict[str, _Row] = {}
-    for number, family in enumerate(families.values()):
-        for row, apart in zip(family, _apart(family), strict=True):
-            keys[row.target] = (number, apart)
-            by_target[row.target] = row
-    for found in fold([row.target for row in by_target.values()], keys.__getitem__):
-        members = [by_target[name] for name in found.names]
-        first = members[0]
-        sources: dict[str, None] = {}
-        for b in range(len(first.blocks)):
-            names = [name for row in members for name in row.blocks[b].names]
-            sources.update(dict.fromkeys([source.text for source in fold(names)]))
-        yield Line(first.kind, tuple(sources), found.text, len(members), first.before, first.after)
+    found: dict[str, tuple[_Family, _Row]] = {}
+    for number, (family, rows) in enumerate(families.items()):
+        for row, apart in zip(rows, _apart(rows), strict=True):
+            keys[row.assign.target] = (number, apart)
+            found[row.assign.target] = (family, row)
+    for folded in fold(order, keys.__getitem__):
+        family = found[folded.names[0]][0]
+        sources = [found[name][1].assign.sources for name in folded.names]
+        texts: dict[str, None] = {}
+        first = 0
+        for _, count in family.blocks:
+            names = [name for row in sources for name in row[first : first + count]]
+            texts.update(dict.fromkeys([source.text for source in fold(names)]))
+            first += count
+        yield Line(family.kind, tuple(texts), folded.text, len(sources), family.before, family.after)
 
 
-def _apart(family: Sequence[_Row]) -> list[tuple[Any, ...]]:
+def _apart(rows: Sequence[_Row]) -> list[tuple[_Indices, ...]]:
     """Give for each row the source indices that do not follow from the target's: rows unequal there stay apart."""
-    targets = list(zip(*[row.indices for row in family], strict=True))
-    apart: list[list[Any]] = [[] for _ in family]
-    for b, block in enumerate(family[0].blocks):
-        for place in range(len(block.indices[0])):
-            found = [[indices[place] for indices in row.blocks[b].indices] for row in family]
-            values = [column[0] for column in found]
-            is_single = all(min(column) == max(column) for column in found)
-            if not (is_single and (len(set(values)) == 1 or any(_in_step(values, other) for other in targets))):
-                for row, column in zip(apart, found, strict=True):
-                    row.append(tuple(column))
-    return [tuple(row) for row in apart]
+    targets = list(map(list, zip(*[row.indices for row in rows], strict=True)))
+    apart: list[tuple[_Indices, ...]] = [()] * len(rows)
+    for b, block in enumerate(rows[0].blocks):
+        for place in range(len(block[0])):
+            if len(block) == 1:
+                values = [row.blocks[b][0][place] for row in rows]
+                if len(set(values)) == 1 or any(_in_step(values, target) for target in targets):
+                    continue
+            every = [tuple([indices[place] for indices in row.blocks[b]]) for row in rows]
+            values = [column[0] for column in every if min(column) == max(column)]
+            if len(values) == len(rows) and any(_in_step(values, target) for target in targets):
+                continue
+            apart = [(*before, column) for before, column in zip(apart, every, strict=True)]
+    return apart
 
 
-def _in_step(values: Sequence[int], others: Sequence[int]) -> bool:
+def _in_step(values: list[int], others: list[int]) -> bool:
     """Tell whether values grow with others along one line.
 
     >>> _in_step([8, 9, 10], [0, 1, 2]), _in_step([0, 2, 4], [0, 1, 2]), _in_step([1, 0], [0, 1])
     (True, True, False)
     """
     value, other = values[0], others[0]
+    if values == others:
+        return True
     dv, do = next(((v - value, o - other) for v, o in zip(values, others, strict=True) if o != other), (0, 0))
     return dv * do > 0 and all((v - value) * do == (o - other) * dv for v, o in zip(values, others, strict=True))
 

@@ -40,9 +40,7 @@ def _libc_function(name: str, *types: Any) -> Callable[..., int] | None:
 
 # posix_fallocate would fall back to a byte in every block, which takes hours on a network file system.
 _fallocate = _libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_sync_file_range = _libc_function(
-    "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-)
+_sync_file_range = _libc_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def reserve(fd: int, size: int) -> None:
@@ -72,7 +70,7 @@ def make_folder(path: Path) -> list[Path]:
     """Make a folder and those above it, and give the ones that were made, innermost first."""
     made: list[Path] = []
     missing = path
-    while not missing.exists() and missing != missing.parent:
+    while not os.path.lexists(missing) and missing != missing.parent:
         made.append(missing)
         missing = missing.parent
     try:
@@ -157,9 +155,7 @@ class Draft:
         self._written += count
         if self._durable and self._written >= _WRITEBACK and _sync_file_range is not None:
             self._written = 0
-            _sync_file_range(
-                fd, 0, 0, 2
-            )  # SYNC_FILE_RANGE_WRITE: begin, do not wait; a hint, so errors are nothing
+            _sync_file_range(fd, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE: begin, do not wait; a hint, so errors are nothing
 
     def finish(self) -> None:
         """Take over the permissions of what will be replaced, and wait for the bytes to be on the disk.

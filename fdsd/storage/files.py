@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from attrs import define, frozen
@@ -27,6 +28,7 @@ __all__ = [
     "MissingFile",
     "OpenFiles",
     "copy_exactly",
+    "local_path",
     "read_exactly",
     "refuse",
     "write_exactly",
@@ -70,6 +72,17 @@ def refuse(error: OSError, path: str | os.PathLike[str], doing: str) -> NoReturn
     raise made from error
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Take what a user gives as a path.
+
+    Raises:
+        BadFile: It holds a zero byte, which no file system takes.
+    """
+    if "\0" in os.fspath(path):
+        raise BadFile(f"{os.fspath(path)!r} is no path: it has a zero byte.")
+    return Path(path)
+
+
 @frozen
 class FileStamp:
     """What tells whether a file is still the one that was opened: its size, time of change and inode."""
@@ -80,9 +93,7 @@ class FileStamp:
     device: int
 
     @classmethod
-    def of(
-        cls, target: str | os.PathLike[str] | int, path: str | os.PathLike[str] | None = None
-    ) -> FileStamp:
+    def of(cls, target: str | os.PathLike[str] | int, path: str | os.PathLike[str] | None = None) -> FileStamp:
         """Take the stamp of a path (links are followed) or of a descriptor of ``path``.
 
         Raises:
@@ -95,8 +106,6 @@ class FileStamp:
             now = os.stat(target)
         except OSError as error:
             refuse(error, shown, "it could not be found")
-        except ValueError as error:  # a zero byte in the path
-            raise BadFile(f"{os.fspath(shown)!r} is no path: {error}.") from error
         if not stat.S_ISREG(now.st_mode):
             raise BadFile(f"{os.fspath(shown)} is no regular file.")
         return cls(now.st_size, now.st_mtime_ns, now.st_ino, now.st_dev)
@@ -127,9 +136,7 @@ class Extent:
         12
         """
         if not 0 <= begin <= end <= self.nbytes:
-            raise SpecMismatch(
-                f"{self.path}: bytes {begin} to {end} were asked of an extent of {self.nbytes}."
-            )
+            raise SpecMismatch(f"{self.path}: bytes {begin} to {end} were asked of an extent of {self.nbytes}.")
         return Extent(self.path, self.offset + begin, end - begin, self.stamp)
 
 
@@ -235,8 +242,7 @@ def read_exactly(fd: int, memory: memoryview, offset: int, path: str) -> None:
             refuse(error, path, f"bytes {offset + done} and on could not be read")
         if not count:
             raise BadFile(
-                f"{path} is truncated: bytes {offset} to {offset + total} were asked, "
-                f"and it ends at {offset + done}."
+                f"{path} is truncated: bytes {offset} to {offset + total} were asked, and it ends at {offset + done}."
             )
         done += count
 
@@ -297,9 +303,7 @@ def _kernel_copy(
             if error.errno in _NO_KERNEL_COPY:
                 break
             refuse(error, paths[1], f"bytes of {paths[0]} could not be copied into it")
-        if (
-            not count
-        ):  # the end of the source; the plain copy words the error, or does better on odd file systems
+        if not count:  # the end of the source; the plain copy words the error, or does better on odd file systems
             break
         done += count
     return done

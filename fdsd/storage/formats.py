@@ -15,7 +15,7 @@ from attrs import frozen
 
 from fdsd.data.errors import BadFile, Unsupported, listing
 from fdsd.data.protocols import Source
-from fdsd.storage.files import FileStamp, MissingFile, refuse
+from fdsd.storage.files import FileStamp, MissingFile, local_path, refuse
 from fdsd.storage.hf_folder import INDEX_SUFFIX, names_in
 from fdsd.storage.safetensors_source import SafetensorsSource
 from fdsd.storage.torch_file import TorchFileSource
@@ -44,14 +44,12 @@ class Format:
 
 def _open_safetensors(path: Path, key: str | None) -> Source:
     if key is not None:
-        raise Unsupported(
-            f"{path}: a safetensors file holds one state dict, so key={key!r} has no meaning here."
-        )
+        raise Unsupported(f"{path}: a safetensors file holds one state dict, so key={key!r} has no meaning here.")
     return SafetensorsSource(path)
 
 
 def _open_torch(path: Path, key: str | None) -> Source:
-    return TorchFileSource(_torch_file_in(path) if path.is_dir() else path, key=key)
+    return TorchFileSource(_torch_file_in(path) if os.path.isdir(path) else path, key=key)
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -91,8 +89,8 @@ def detect(path: str | os.PathLike[str], format: str | None = None) -> str:
         if format not in FORMATS:
             raise Unsupported(f"format={format!r} is not known. There are: {_known()}.")
         return format
-    path = Path(path)
-    found = _of_folder(path) if path.is_dir() else _of_content(path) if path.is_file() else None
+    path = local_path(path)
+    found = _of_folder(path) if os.path.isdir(path) else _of_content(path) if os.path.isfile(path) else None
     found = found or _of_name(path)
     if found is None:
         raise Unsupported(f"{path} has no format that is known: {_known()}. Give format= if you know it.")
@@ -103,7 +101,7 @@ def _of_name(path: Path) -> str | None:
     for known in FORMATS.values():
         if path.name.lower().endswith(known.suffixes):
             return known.name
-    return None if path.suffix or path.is_file() else "safetensors"
+    return None if path.suffix or os.path.isfile(path) else "safetensors"
 
 
 def _of_content(path: Path) -> str | None:
@@ -113,9 +111,7 @@ def _of_content(path: Path) -> str | None:
             head = file.read(16)
     except OSError as error:
         refuse(error, path, "it could not be opened")
-    if head[:4] == b"PK\x03\x04" or (
-        head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    ):
+    if head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
         return "torch"
     length = int.from_bytes(head[:8], "little")
     if len(head) > 8 and head[8:9] in b"{ \t\r\n" and length <= size - 8:
@@ -133,15 +129,11 @@ def _of_folder(path: Path) -> str | None:
 
 
 def _torch_file_in(folder: Path) -> Path:
-    found = [name for name in _TORCH_NAMES if (folder / name).is_file()]
+    found = [name for name in _TORCH_NAMES if os.path.isfile(folder / name)]
     if not found:
-        raise MissingFile(
-            f"{folder} has none of the torch files {listing(_TORCH_NAMES)}; open the file by its path."
-        )
+        raise MissingFile(f"{folder} has none of the torch files {listing(_TORCH_NAMES)}; open the file by its path.")
     if len(found) > 1:
-        raise BadFile(
-            f"{folder} has several torch files: {listing(found)}. Open the one that you mean by its path."
-        )
+        raise BadFile(f"{folder} has several torch files: {listing(found)}. Open the one that you mean by its path.")
     return folder / found[0]
 
 
@@ -158,7 +150,7 @@ def open_source(path: str | os.PathLike[str], *, format: str | None = None, key:
         Unsupported: No format fits.
         BadFile: The files are truncated, corrupt or contradict each other.
     """
-    path = Path(path)
+    path = local_path(path)
     if not os.path.lexists(path):
         raise MissingFile(f"{path} is not there.")
     return FORMATS[detect(path, format)].open(path, key)

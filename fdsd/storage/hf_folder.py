@@ -89,7 +89,7 @@ def read_index(path: Path) -> Index:
             f"{path} names files that are not plain names in its own folder: {listing(unsafe)}. "
             "Put the files beside the index and name them without a path."
         )
-    missing = [file for file in dict.fromkeys(files.values()) if not (path.parent / file).is_file()]
+    missing = [file for file in dict.fromkeys(files.values()) if not os.path.isfile(path.parent / file)]
     if missing:
         raise BadFile(
             f"{path} names {plural(len(missing), 'file')} that {'is' if len(missing) == 1 else 'are'} "
@@ -106,9 +106,7 @@ def parse_index(path: Path) -> dict[str, str]:
     """
     weight_map = as_object(parse_object(_read_text(path), str(path)).get("weight_map"))
     if weight_map is None:
-        raise BadFile(
-            f"{path} has no 'weight_map' from names to files, so it is no index of safetensors files."
-        )
+        raise BadFile(f"{path} has no 'weight_map' from names to files, so it is no index of safetensors files.")
     odd = [name for name, file in weight_map.items() if not isinstance(file, str)]
     if odd:
         raise BadFile(f"{path} has entries in its 'weight_map' that are no file names, at {listing(odd)}.")
@@ -166,9 +164,7 @@ def find_files(folder: Path) -> Index | list[Path]:
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
     loose = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
     if len(indexes) > 1:
-        raise BadFile(
-            f"{folder} has several indexes: {listing(indexes)}. Open the one that you mean by its path."
-        )
+        raise BadFile(f"{folder} has several indexes: {listing(indexes)}. Open the one that you mean by its path.")
     if indexes:
         index = read_index(folder / indexes[0])
         if SINGLE_NAME in loose and SINGLE_NAME not in index.files.values():

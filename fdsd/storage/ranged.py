@@ -74,9 +74,7 @@ class _Dim(NamedTuple):
     target: int
 
 
-def read_region(
-    read_bytes: ReadBytes, spec: TensorSpec, base: int, region: Region, out: torch.Tensor
-) -> None:
+def read_region(read_bytes: ReadBytes, spec: TensorSpec, base: int, region: Region, out: torch.Tensor) -> None:
     """Read a region of a row-major tensor into ``out``.
 
     Args:
@@ -101,13 +99,10 @@ def read_region(
     """
     region.check_inside(spec.shape, f"reading from a tensor of shape {spec.shape}")
     if any(step < 0 for span in region.spans for _, step in span.pairs):
-        raise SpecMismatch(
-            f"reading from a tensor of shape {spec.shape}: the region {region} has a step below 0."
-        )
+        raise SpecMismatch(f"reading from a tensor of shape {spec.shape}: the region {region} has a step below 0.")
     if tuple(out.shape) != region.shape:
         raise SpecMismatch(
-            f"reading a region of shape {region.shape} into memory of shape {tuple(out.shape)}: "
-            "they must be equal."
+            f"reading a region of shape {region.shape} into memory of shape {tuple(out.shape)}: they must be equal."
         )
     check_cast(spec.dtype, out.dtype)
     if not region.numel:

@@ -89,9 +89,7 @@ def read_header(path: str) -> tuple[Header, FileStamp]:
     try:
         stamp = FileStamp.of(fd, path)
         if stamp.size < 8:
-            raise BadFile(
-                f"{path} is no safetensors file: it has {stamp.size} bytes, fewer than the 8 of a length."
-            )
+            raise BadFile(f"{path} is no safetensors file: it has {stamp.size} bytes, fewer than the 8 of a length.")
         prefix = bytearray(8)
         read_exactly(fd, memoryview(prefix), 0, path)
         (length,) = struct.unpack("<Q", prefix)
@@ -195,9 +193,7 @@ def _info(name: str, entry: Any, problems: list[str]) -> _Info | None:
         if expected == info.end - info.begin:
             return info
         wanted = "whose last elements fill no byte" if expected is None else f"{expected} bytes"
-        problems.append(
-            f"{name!r} is {code} {_short(list(shape))}, {wanted}, and has {info.end - info.begin} bytes"
-        )
+        problems.append(f"{name!r} is {code} {_short(list(shape))}, {wanted}, and has {info.end - info.begin} bytes")
     return None
 
 
@@ -242,9 +238,7 @@ def _check_cover(infos: Mapping[str, _Info], size: int, path: str) -> None:
     end, last = 0, "the header"
     for begin, stop, name in sorted([(info.begin, info.end, name) for name, info in infos.items()]):
         if stop > size:
-            problems.append(
-                f"{name!r} at {begin} to {stop} lies beyond the file, which has {size} bytes of data"
-            )
+            problems.append(f"{name!r} at {begin} to {stop} lies beyond the file, which has {size} bytes of data")
         elif begin < end:
             problems.append(f"{name!r} at {begin} to {stop} overlaps {last}")
         elif begin > end:
@@ -263,22 +257,17 @@ def check_storable(specs: Mapping[str, TensorSpec], path: str | os.PathLike[str]
         Unsupported: Dtypes that the format lacks; all tensors are named.
         SpecMismatch: Names that are not text, or ``__metadata__``.
     """
-    foreign = [
-        f"{name} ({dtype_name(spec.dtype)})" for name, spec in specs.items() if spec.dtype not in _CODES
-    ]
+    foreign = [f"{name} ({dtype_name(spec.dtype)})" for name, spec in specs.items() if spec.dtype not in _CODES]
     if foreign:
         raise Unsupported(
-            f"{os.fspath(path)}: safetensors has no dtype for {listing(foreign)}. "
-            "Cast them, or save a torch file."
+            f"{os.fspath(path)}: safetensors has no dtype for {listing(foreign)}. Cast them, or save a torch file."
         )
     halved = [name for name, spec in specs.items() if _CODES[spec.dtype] == "F4" and not spec.shape]
     if halved:
         raise Unsupported(f"{os.fspath(path)}: packed 4-bit tensors need a dim: {listing(halved)}.")
     odd = [name for name in specs if name == METADATA or not is_text(name)]
     if odd:
-        raise SpecMismatch(
-            f"{os.fspath(path)}: safetensors cannot hold tensors of these names: {listing(odd)}."
-        )
+        raise SpecMismatch(f"{os.fspath(path)}: safetensors cannot hold tensors of these names: {listing(odd)}.")
 
 
 def build_header(
@@ -303,9 +292,7 @@ def build_header(
     check_storable(specs, path)
     odd = [key for key, value in metadata.items() if not _is_entry(key, value)]
     if odd:
-        raise Unsupported(
-            f"{os.fspath(path)}: metadata maps strings to strings; these do not: {listing(odd)}."
-        )
+        raise Unsupported(f"{os.fspath(path)}: metadata maps strings to strings; these do not: {listing(odd)}.")
     relative: dict[str, int] = {}
     end = 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):

@@ -21,7 +21,7 @@ from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, dtype_name
 from fdsd.data.statedict import StateDict
 from fdsd.storage.drafts import Draft, make_folder, remove_folders
-from fdsd.storage.files import Extent, OpenFiles
+from fdsd.storage.files import Extent, OpenFiles, local_path
 from fdsd.storage.hf_folder import INDEX_SUFFIX, OLD, checkpoint_files, index_text, names_in
 from fdsd.storage.placing import Placement
 from fdsd.storage.ranged import contiguous_runs, memory_of
@@ -138,8 +138,8 @@ class SafetensorsSink:
             Unsupported: Dtypes that the format lacks; all tensors are named.
             DiskError: There is no room for the file.
         """
-        path = Path(path)
-        if path.is_dir():
+        path = local_path(path)
+        if os.path.isdir(path):
             raise DestinationExists(f"{path} is a folder; name a file in it, or save as a folder.")
         _refuse_existing(path, [path.name] if os.path.lexists(path) else [], overwrite)
         stored, ties = split_ties(specs, aliases or {})
@@ -182,12 +182,10 @@ class SafetensorsSink:
             Unsupported: Dtypes that the format lacks; all tensors are named.
             DiskError: There is no room for the files.
         """
-        path = Path(path)
-        if os.path.lexists(path) and not path.is_dir():
-            raise DestinationExists(
-                f"{path} is a file, not a folder; name a file *.safetensors, or another folder."
-            )
-        names = names_in(path) if path.is_dir() else []
+        path = local_path(path)
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise DestinationExists(f"{path} is a file, not a folder; name a file *.safetensors, or another folder.")
+        names = names_in(path) if os.path.isdir(path) else []
         found = [name for name in names if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
         _refuse_existing(path, found, overwrite)
         _refuse_other_indexes(path, found)
@@ -245,9 +243,7 @@ class SafetensorsSink:
         """List the regions of a tensor that have to be written: one, the whole."""
         return [Region.whole(self._slot(fqn).spec.shape)]
 
-    def write(
-        self, fqn: str, region: Region | int, value: torch.Tensor | bytes | bytearray | memoryview
-    ) -> None:
+    def write(self, fqn: str, region: Region | int, value: torch.Tensor | bytes | bytearray | memoryview) -> None:
         """Write a part of a tensor.
 
         Args:
@@ -272,9 +268,7 @@ class SafetensorsSink:
         else:
             if keep is None or tuple(keep.shape) != region.shape:
                 shown = "bytes" if keep is None else f"shape {tuple(keep.shape)}"
-                raise SpecMismatch(
-                    f"{fqn!r}: a region of shape {region.shape} cannot be written from {shown}."
-                )
+                raise SpecMismatch(f"{fqn!r}: a region of shape {region.shape} cannot be written from {shown}.")
             item = slot.spec.dtype.itemsize
             runs = [(at * item, of * item, n * item) for at, of, n in contiguous_runs(slot.spec, region)]
         for at, of, count in runs:
@@ -296,9 +290,7 @@ class SafetensorsSink:
         """
         slot = self._slot(fqn)
         if offset < 0 or offset + extent.nbytes > slot.spec.nbytes:
-            raise SpecMismatch(
-                f"{fqn!r} has {slot.spec.nbytes} bytes; {extent.nbytes} at {offset} lie beyond them."
-            )
+            raise SpecMismatch(f"{fqn!r} has {slot.spec.nbytes} bytes; {extent.nbytes} at {offset} lie beyond them.")
         with self._sources.borrow(extent.path, extent.stamp) as source:
             slot.draft.copy(source, extent, slot.offset + offset)
         self._ledger.add(fqn, offset, offset + extent.nbytes)
@@ -307,9 +299,7 @@ class SafetensorsSink:
         if not self._is_open:
             raise BadFile(f"{self.path} was committed or aborted; nothing more can be written.")
         if fqn not in self._slots:
-            raise UnknownName(
-                f"{fqn!r} is not among the {plural(len(self._slots), 'tensor')} of {self.path}."
-            )
+            raise UnknownName(f"{fqn!r} is not among the {plural(len(self._slots), 'tensor')} of {self.path}.")
         return self._slots[fqn]
 
     def commit(self) -> None:
@@ -375,8 +365,7 @@ def _refuse_other_indexes(path: Path, found: Sequence[str]) -> None:
     others = [name for name in found if name.endswith(INDEX_SUFFIX) and name != INDEX_NAME]
     if others:
         raise DestinationExists(
-            f"{path} has the index of another checkpoint: {listing(others)}. "
-            "Remove it, or choose another folder."
+            f"{path} has the index of another checkpoint: {listing(others)}. Remove it, or choose another folder."
         )
 
 
@@ -388,8 +377,7 @@ def _bytes_of(
         return memoryview(value).cast("B"), None
     if value.dtype != spec.dtype:
         raise SpecMismatch(
-            f"{fqn!r} is {dtype_name(spec.dtype)} and cannot be written from {dtype_name(value.dtype)}; "
-            "cast it first."
+            f"{fqn!r} is {dtype_name(spec.dtype)} and cannot be written from {dtype_name(value.dtype)}; cast it first."
         )
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memory_of(plain), plain

@@ -17,7 +17,7 @@ from fdsd.data.protocols import Piece
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import StateDict
-from fdsd.storage.files import Extent, FileStamp, MissingFile, OpenFiles, read_exactly
+from fdsd.storage.files import Extent, FileStamp, OpenFiles, local_path, read_exactly
 from fdsd.storage.hf_folder import INDEX_SUFFIX, Index, find_files, read_index
 from fdsd.storage.ranged import read_region
 from fdsd.storage.safetensors_header import Header, read_header
@@ -37,8 +37,6 @@ class SafetensorsSource:
     Attributes:
         path: What was opened.
         files: The files, in the order of the index, else of their names.
-        aliases: Names that share another one's tensor, with that name. They are among ``specs()`` too.
-        metadata: What the files' ``__metadata__`` says, but for aliases; the first file wins.
 
     Raises:
         BadFile: A file is missing, truncated or breaks a rule of the format; all offenders are named.
@@ -60,11 +58,9 @@ class SafetensorsSource:
 
     path: Path
     files: tuple[str, ...]
-    aliases: Mapping[str, str]
-    metadata: Mapping[str, str]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         index, paths = _locate(self.path)
         read = [(str(file), *read_header(str(file))) for file in paths]
         if index is not None:
@@ -80,9 +76,19 @@ class SafetensorsSource:
             ties,
             ties.weave(order),
         )
-        self.aliases = MappingProxyType(dict(ties.owners))
-        self.metadata = MappingProxyType(metadata)
+        self._aliases = dict(ties.owners)
+        self._metadata = metadata
         self._open = OpenFiles()
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names that share another one's tensor, with that name; they are among ``specs()`` too."""
+        return MappingProxyType(self._aliases)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the files' ``__metadata__`` says, but for aliases; the first file wins."""
+        return MappingProxyType(self._metadata)
 
     def specs(self) -> StateDict[TensorSpec]:
         """Give the spec of each name; those that are tied have equal ``tie``."""
@@ -114,7 +120,7 @@ class SafetensorsSource:
             UnknownName: There is no such tensor.
         """
         self._specs[fqn]  # a name that is not here raises, with the nearest one
-        return self._extents[self.aliases.get(fqn, fqn)]
+        return self._extents[self._aliases.get(fqn, fqn)]
 
     def close(self) -> None:
         """Close the descriptors that are open; a later read opens them again."""
@@ -134,11 +140,10 @@ class SafetensorsSource:
 
 def _locate(path: Path) -> tuple[Index | None, Sequence[Path]]:
     """Find the index, if there is one, and the files."""
-    if path.is_dir():
+    if os.path.isdir(path):
         found = find_files(path)
     elif path.name.endswith(INDEX_SUFFIX):
-        if not path.exists():
-            raise MissingFile(f"{path} is not there.")
+        FileStamp.of(path)
         found = read_index(path)
     else:
         found = [path]

@@ -49,9 +49,7 @@ class Ties:
         return made + [alias for alias in self.owners if alias not in self.places]
 
 
-def read_ties(
-    metadata: Mapping[str, str], names: Mapping[str, object], path: str
-) -> tuple[Ties, dict[str, str]]:
+def read_ties(metadata: Mapping[str, str], names: Mapping[str, object], path: str) -> tuple[Ties, dict[str, str]]:
     """Read the aliases off the metadata of a file.
 
     Args:
@@ -74,9 +72,7 @@ def read_ties(
             for alias, owner in metadata.items()
             if owner in names and alias not in names and alias != "format" and not alias.startswith("fdsd.")
         }
-        return Ties(plain, declared=False), {
-            key: value for key, value in metadata.items() if key not in plain
-        }
+        return Ties(plain, declared=False), {key: value for key, value in metadata.items() if key not in plain}
     owners = parse_object(metadata[ALIASES].encode(), f"The entry {ALIASES!r} of {path}")
     bad = [
         f"{alias} -> {owner}"
@@ -107,9 +103,7 @@ def write_ties(ties: Ties, stored: Iterable[str]) -> dict[str, str]:
     return made
 
 
-def split_ties(
-    specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
-) -> tuple[dict[str, TensorSpec], Ties]:
+def split_ties(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> tuple[dict[str, TensorSpec], Ties]:
     """Take the aliases out of the specs of a checkpoint.
 
     Args:

@@ -25,7 +25,7 @@ from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import StateDict, specs
 from fdsd.data.ties import ties
-from fdsd.storage.files import FileStamp, refuse
+from fdsd.storage.files import FileStamp, local_path, refuse
 
 __all__ = ["TorchFileSource", "is_mapping", "load_torch"]
 
@@ -42,13 +42,11 @@ def load_torch(path: str | os.PathLike[str]) -> Any:
         Unsupported: It holds DTensors or sharded tensors.
         BadFile: It is truncated, corrupt, or no such file.
     """
-    shown = os.fspath(path)
+    shown = str(local_path(path))
     is_zip = _starts_with(shown, _ZIP)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # old protocols and storages are torch's to read, not the user's to fix
+            warnings.simplefilter("ignore")  # old protocols and storages are torch's to read, not the user's to fix
             return torch.load(shown, map_location="cpu", weights_only=True, mmap=True if is_zip else None)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -104,7 +102,6 @@ class TorchFileSource:
         path: The file.
         key: The key that was given.
         state: Names to tensors, which share the mapped file and their storages; and to other objects.
-        aliases: Names that share another one's tensor, with that name.
 
     Raises:
         UnknownName: There is no such key, or one is needed; the message lists those there are.
@@ -123,19 +120,23 @@ class TorchFileSource:
     path: Path
     key: str | None
     state: StateDict[Any]
-    aliases: Mapping[str, str]
 
     def __init__(self, path: str | os.PathLike[str], *, key: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self.key = key
         self._stamp = FileStamp.of(self.path)
         self.state = StateDict(_pick(load_torch(self.path), key, self.path))
         _refuse_leaves(self.state, self.path)
-        self.aliases = MappingProxyType({name: group[0] for group in ties(self.state) for name in group[1:]})
+        self._aliases = {name: group[0] for group in ties(self.state) for name in group[1:]}
         found = specs(self.state)
         self._specs: StateDict[TensorSpec] = StateDict.trusted(
             {name: spec for name, spec in found.items() if isinstance(spec, TensorSpec)}
         )
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names that share another one's tensor, with that name."""
+        return MappingProxyType(self._aliases)
 
     def specs(self) -> StateDict[TensorSpec]:
         """Give the spec of each tensor; other objects are in ``objects`` only."""
@@ -197,9 +198,7 @@ def _candidates(value: Mapping[Any, Any]) -> str:
     return listing(keys, sort=False) if keys else "none that hold names and tensors"
 
 
-def _nested(
-    value: Mapping[Any, Any], path: tuple[str, ...], seen: set[int]
-) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+def _nested(value: Mapping[Any, Any], path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     """Walk the dicts below, each once (a file may nest a dict in itself), with their keys."""
     for key, child in value.items():
         if is_mapping(child) and isinstance(key, str) and id(child) not in seen and len(path) < 32:

@@ -20,7 +20,7 @@ from fdsd.data.spec import TensorSpec, VirtualTensor
 from fdsd.data.statedict import StateDict
 from fdsd.data.ties import tie_key
 from fdsd.storage.drafts import hidden_name, make_folder, mode_at, remove_folders, sync_folder
-from fdsd.storage.files import DiskError, refuse
+from fdsd.storage.files import DiskError, local_path, refuse
 from fdsd.storage.torch_file import is_mapping
 
 __all__ = ["compact", "save_torch"]
@@ -68,9 +68,7 @@ def _is_plain(leaf: Any) -> bool:
     return (type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter) and leaf.layout is torch.strided
 
 
-def save_torch(
-    path: str | os.PathLike[str], value: Any, *, overwrite: bool = False, durable: bool = True
-) -> None:
+def save_torch(path: str | os.PathLike[str], value: Any, *, overwrite: bool = False, durable: bool = True) -> None:
     """Save a state dict, or a dict of state dicts, with ``torch.save``.
 
     Args:
@@ -89,11 +87,10 @@ def save_torch(
     >>> torch.load(path)
     {'a': tensor([1., 1.])}
     """
-    path = Path(path)
-    if path.is_dir() or (os.path.lexists(path) and not overwrite):
-        remedy = (
-            "name a file" if path.is_dir() else "give overwrite=True to replace it, or choose another place"
-        )
+    path = local_path(path)
+    is_folder = os.path.isdir(path)
+    if is_folder or (os.path.lexists(path) and not overwrite):
+        remedy = "name a file" if is_folder else "give overwrite=True to replace it, or choose another place"
         raise DestinationExists(f"{path} exists; {remedy}.")
     folders = make_folder(path.parent)
     # The name inside the archive is that of the file, so the hidden part is a folder around it.
@@ -137,9 +134,7 @@ def _write(aside: Path, path: Path, value: Any, durable: bool) -> None:
         refuse(error, path, "it could not be written")
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         shown = str(error).strip().splitlines() or [type(error).__name__]
-        if (
-            "inline_container" in shown[0] or "PytorchStreamWriter" in shown[0]
-        ):  # torch's own failed assertion
+        if "inline_container" in shown[0] or "PytorchStreamWriter" in shown[0]:  # torch's own failed assertion
             raise DiskError(
                 f"{path}: it could not be written, the disk may be full ({shown[0][:120]}). "
                 "What stood there before is unchanged; make room or choose another place."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from fdsd.data.spec import TensorSpec, dtype_name
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.step import Grade, Step
-from fdsd.transforms.each import Each, bind_each
+from fdsd.transforms.each import Each
 from fdsd.transforms.regroup import call, require_spec
 from fdsd.transforms.which import Choice, Which
 
@@ -33,7 +34,7 @@ class Cast(Each):
     computes: ClassVar[str | None] = "a cast rounds values, and moments keep the optimizer's own dtype"
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         if self.from_dtype is None or not is_widening(self.from_dtype, self.dtype):
             return Grade.NONE
         return Grade.EXACT
@@ -51,7 +52,7 @@ class Cast(Each):
             )
         return leaf if spec.dtype == self.dtype else apply(CastOp(self.dtype), leaf)
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         if self.from_dtype is None:
             self.refuse_inverse("what dtype it was is not known. Give from_dtype=, or use .bind(source) first.")
         if self.grade is Grade.NONE:
@@ -59,16 +60,13 @@ class Cast(Each):
                 f"{dtype_name(self.dtype)} cannot hold every {dtype_name(self.from_dtype)}, so values were rounded "
                 "away. Keep the source checkpoint instead."
             )
-        return (Cast(self.which, self.from_dtype, self.dtype),)
+        return Cast(self.which, self.from_dtype, self.dtype)
 
-    def bind(self, scope: Scope) -> tuple[Step, ...]:
+    def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         if self.from_dtype is not None:
             return (self,)
-        names, problems = self.pick(scope)
-        if problems:
-            return (self,)
         dtypes = [(name, require_spec(scope.spec(name), self.verb).dtype) for name in names]
-        return bind_each(self, scope, "from_dtype", dtypes)
+        return self.fix_each("from_dtype", dtypes)
 
     def call_text(self) -> str:
         which = [] if self.which.is_default else [self.which.call_text()]

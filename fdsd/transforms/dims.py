@@ -16,7 +16,7 @@ from fdsd.data.spec import TensorSpec
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.step import Grade, Step
-from fdsd.transforms.each import Each, bind_each
+from fdsd.transforms.each import Each
 from fdsd.transforms.regroup import as_dim, call, require_spec
 from fdsd.transforms.which import Choice, Which
 
@@ -32,7 +32,7 @@ class Transpose(Each):
     verb: ClassVar[str] = "transpose"
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.EXACT
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
@@ -41,8 +41,8 @@ class Transpose(Each):
         dims[a], dims[b] = b, a
         return apply(PermuteOp(tuple(dims)), leaf)
 
-    def invert(self) -> tuple[Step, ...]:
-        return (self,)
+    def inverse(self) -> Step:
+        return self
 
     def call_text(self) -> str:
         dims = [] if (self.dim0, self.dim1) == (-2, -1) else [str(self.dim0), str(self.dim1)]
@@ -66,16 +66,16 @@ class Permute(Each):
         return tuple(d % len(self.dims) for d in self.dims)
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.EXACT
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
         return apply(PermuteOp(self._order), leaf)
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         order = self._order
         back = tuple(sorted(range(len(order)), key=order.__getitem__))
-        return (Permute(self.which, back),)
+        return Permute(self.which, back)
 
     def call_text(self) -> str:
         return call(self.verb, [self.which.one_text(), repr(self.dims)])
@@ -94,7 +94,7 @@ class Reshape(Each):
             raise SpecMismatch(f"reshape: {self.shape} is no shape; sizes are 0 or more, and at most one is -1.")
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.NONE if self.from_shape is None else Grade.EXACT
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
@@ -112,23 +112,20 @@ class Reshape(Each):
             raise SpecMismatch(f"shape {spec.shape} has {spec.numel} elements, which do not fit shape {self.shape}.")
         return self.shape
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         if self.from_shape is None:
             self.refuse_inverse("what shape it was is not known. Give from_shape=, or use .bind(source) first.")
         if -1 in self.shape:
             known = math.prod(size for size in self.shape if size != -1)
             full = math.prod(self.from_shape) // max(known, 1)
-            return (Reshape(self.which, self.from_shape, tuple(full if s == -1 else s for s in self.shape)),)
-        return (Reshape(self.which, self.from_shape, self.shape),)
+            return Reshape(self.which, self.from_shape, tuple(full if s == -1 else s for s in self.shape))
+        return Reshape(self.which, self.from_shape, self.shape)
 
-    def bind(self, scope: Scope) -> tuple[Step, ...]:
+    def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         if self.from_shape is not None:
             return (self,)
-        names, problems = self.pick(scope)
-        if problems:
-            return (self,)
         shapes = [(name, require_spec(scope.spec(name), self.verb).shape) for name in names]
-        return bind_each(self, scope, "from_shape", shapes)
+        return self.fix_each("from_shape", shapes)
 
     def call_text(self) -> str:
         named = {} if self.from_shape is None else {"from_shape": self.from_shape}

@@ -11,11 +11,11 @@ from fdsd.algebra.apply import Applier
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope, keep
-from fdsd.pipeline.step import Step
+from fdsd.pipeline.step import Grade, Step
 from fdsd.transforms.regroup import require_spec
 from fdsd.transforms.which import Choice, literal
 
-__all__ = ["Each", "bind_each"]
+__all__ = ["Each"]
 
 
 @frozen
@@ -43,21 +43,46 @@ class Each(Step):
         """Make the new leaf."""
         raise NotImplementedError
 
+    # A function that chooses by spec may choose other tensors once the specs have changed, so it has to be settled
+    # before the step can be undone.
 
-def bind_each(step: Each, scope: Scope, argument: str, values: Iterable[tuple[str, Any]]) -> tuple[Step, ...]:
-    """Write a value that depends on the tensor into a step: one step for each distinct value.
+    @property
+    def grade(self) -> Grade:
+        return Grade.NONE if self.which.predicates else self.own_grade
 
-    Args:
-        step: The step.
-        scope: What it sees.
-        argument: The name of the attribute.
-        values: The value for each chosen name.
-    """
-    by_value: dict[Any, list[str]] = {}
-    for name, value in values:
-        by_value.setdefault(value, []).append(name)
-    if len(by_value) == 1:
-        return (evolve(step, **{argument: next(iter(by_value))}),)
-    return tuple(
-        evolve(step, which=Choice(literal(names)), **{argument: value}) for value, names in by_value.items()
-    ) or (step,)
+    @property
+    def own_grade(self) -> Grade:
+        """How far the step can be undone, if the names are settled."""
+        return Grade.NONE
+
+    def invert(self) -> tuple[Step, ...]:
+        if self.which.predicates and self.own_grade is not Grade.NONE:
+            self.refuse_inverse(
+                "a function chose the names, and may choose others afterwards. Use .bind(source) first."
+            )
+        return (self.inverse(),)
+
+    def inverse(self) -> Step:
+        """Give the step that undoes this one, if the names are settled."""
+        raise NotImplementedError
+
+    def bind(self, scope: Scope) -> tuple[Step, ...]:
+        names, problems = self.pick(scope)
+        if problems:
+            return (self,)
+        step = evolve(self, which=Choice(literal(names))) if self.which.predicates else self
+        return step.fix(scope, names)
+
+    def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
+        """Write into the step what its inverse needs to know of the tensors with these names."""
+        return (self,)
+
+    def fix_each(self, argument: str, values: Iterable[tuple[str, Any]]) -> tuple[Step, ...]:
+        """Write a value that depends on the tensor into the step: one step for each distinct value."""
+        by_value: dict[Any, list[str]] = {}
+        for name, value in values:
+            by_value.setdefault(value, []).append(name)
+        if len(by_value) == 1:
+            return (evolve(self, **{argument: next(iter(by_value))}),)
+        made = [evolve(self, which=Choice(literal(names)), **{argument: v}) for v, names in by_value.items()]
+        return tuple(made) or (self,)

@@ -36,7 +36,7 @@ class MapTensors(Each):
     computes: ClassVar[str | None] = "a function of the values says nothing about their moments"
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.NONE
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
@@ -48,7 +48,7 @@ class MapTensors(Each):
             raise SpecMismatch(f"spec= gave {type(made).__name__}, not a TensorSpec.")
         return apply(Call(self.fn, (made,)), leaf)
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         self.refuse_inverse("a function of yours has no inverse that fdsd could know. Compose map_tensors(inverse).")
 
     def call_text(self) -> str:
@@ -68,13 +68,13 @@ class AddScalar(Each):
     computes: ClassVar[str | None] = "an offset changes values, not how they were trained"
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.NONE
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
         return apply(AddScalarOp(self.value), leaf)
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         self.refuse_inverse(
             f"adding rounds, so subtracting does not bring every value back. Compose add_scalar(..., {-self.value})."
         )

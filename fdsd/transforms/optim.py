@@ -12,6 +12,7 @@ from fdsd.data.optim import OptimState
 from fdsd.data.statedict import StateDict, as_mapping
 from fdsd.pipeline.pipeline import Conversion
 from fdsd.pipeline.step import Grade, Step
+from fdsd.transforms.regroup import call
 
 __all__ = ["flatten_optim", "unflatten_optim"]
 
@@ -50,6 +51,7 @@ class UnflattenOptim(Step):
     """See ``unflatten_optim``."""
 
     like: OptimState | None = None
+    strict: bool = True
     verb: ClassVar[str] = "unflatten_optim"
 
     @property
@@ -64,13 +66,14 @@ class UnflattenOptim(Step):
         flat = as_mapping(state)
         if flat is None:
             raise Unsupported(f"unflatten_optim: it takes the flat form, a mapping, not {type(state).__name__}.")
-        return unflatten(flat, self.like)
+        return unflatten(flat, self.like, strict=self.strict)
 
     def invert(self) -> tuple[Step, ...]:
         return (FlattenOptim(),)
 
     def call_text(self) -> str:
-        return f"unflatten_optim({'' if self.like is None else repr(self.like)})"
+        like = [] if self.like is None else [repr(self.like)]
+        return call(self.verb, like if self.strict else [*like, "strict=False"])
 
 
 def flatten_optim() -> Conversion[OptimState, StateDict[Any]]:
@@ -88,14 +91,17 @@ def flatten_optim() -> Conversion[OptimState, StateDict[Any]]:
     return Conversion((FlattenOptim(),))
 
 
-def unflatten_optim(like: OptimState | None = None) -> Conversion[StateDict[Any], OptimState]:
+def unflatten_optim(like: OptimState | None = None, *, strict: bool = True) -> Conversion[StateDict[Any], OptimState]:
     """Turn torch's flat form back into an optimizer's state.
 
     Args:
         like: A state with the groups to restore, empty ones included. Without it, parameters with equal options
             form one group each, in order of first appearance.
+        strict: With ``like``: whether the flat form must have every value of it, and no other names. Otherwise options
+            that are missing keep the value of ``like``, and state that is missing stays uninitialised.
 
     Raises:
+        UnknownName: When run, strictly: values are missing, or names are unknown; all are named.
         NameConflict: When run: a flat name can be read in two ways; ``like`` tells which is meant.
         SpecMismatch: When run: parameters of one group of ``like`` have different options.
 
@@ -104,4 +110,4 @@ def unflatten_optim(like: OptimState | None = None) -> Conversion[StateDict[Any]
     >>> unflatten_optim()(StateDict({"state.w.step": 3, "param_groups.w.lr": 0.1})).groups
     (ParamGroup(('w',), {'lr': 0.1}),)
     """
-    return Conversion((UnflattenOptim(like),))
+    return Conversion((UnflattenOptim(like, strict),))

@@ -36,7 +36,7 @@ class PermuteRope(Each):
             raise SpecMismatch(f"permute_rope: heads={self.heads}, but there is 1 head or more.")
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.EXACT
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
@@ -51,8 +51,8 @@ class PermuteRope(Each):
         swapped = apply(Permute((0, 2, 1, *range(3, spec.ndim + 2))), rows)
         return apply(MergeDims(0, 3), swapped)
 
-    def invert(self) -> tuple[Step, ...]:
-        return (PermuteRope(self.which, self.heads, "pairs" if self.to == "halves" else "halves"),)
+    def inverse(self) -> Step:
+        return PermuteRope(self.which, self.heads, "pairs" if self.to == "halves" else "halves")
 
     def call_text(self) -> str:
         return call(self.verb, [self.which.one_text()], heads=self.heads, to=self.to)

@@ -16,7 +16,7 @@ from fdsd.data.spec import TensorSpec
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.step import Grade, Step
-from fdsd.transforms.each import Each, bind_each
+from fdsd.transforms.each import Each
 from fdsd.transforms.regroup import as_dim, call, require_spec
 from fdsd.transforms.which import Choice, Which
 
@@ -36,17 +36,25 @@ class IndexSelect(Each):
         return sorted(self.index) == list(range(len(self.index)))
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.EXACT if self._is_permutation else Grade.NONE
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
         return apply(IndexSelectOp(as_dim(self.dim, spec, self.verb), self.index), leaf)
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         if not self._is_permutation:
             self.refuse_inverse("indices that are left out or repeated cannot be put back; it is no permutation.")
         back = sorted(range(len(self.index)), key=self.index.__getitem__)
-        return (IndexSelect(self.which, tuple(back), self.dim),)
+        return IndexSelect(self.which, tuple(back), self.dim)
+
+    def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
+        for name in names if self._is_permutation else ():
+            spec = require_spec(scope.spec(name), self.verb)
+            size = spec.shape[as_dim(self.dim, spec, self.verb)]
+            if size != len(self.index):
+                self.refuse_inverse(f"{name!r} has {size} indices there, so it is no permutation of them.")
+        return (self,)
 
     def call_text(self) -> str:
         named = {"dim": self.dim} if self.dim else {}
@@ -72,14 +80,11 @@ class _Sized(Each):
             raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, not from_size={self.from_size}.")
         return dim, size
 
-    def bind(self, scope: Scope) -> tuple[Step, ...]:
+    def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         if self.from_size is not None:
             return (self,)
-        names, problems = self.pick(scope)
-        if problems:
-            return (self,)
         sizes = [(name, self._measure(require_spec(scope.spec(name), self.verb))[1]) for name in names]
-        return bind_each(self, scope, "from_size", sizes)
+        return self.fix_each("from_size", sizes)
 
     def call_text(self) -> str:
         named = {"dim": self.dim} if self.dim else {}
@@ -95,7 +100,7 @@ class Pad(_Sized):
     verb: ClassVar[str] = "pad"
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.NONE if self.from_size is None else Grade.EXACT
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
@@ -105,10 +110,10 @@ class Pad(_Sized):
         rows = spec.with_shape((*spec.shape[:dim], self.to - size, *spec.shape[dim + 1 :]))
         return apply(Concat(dim), leaf, constant(rows, 0, like=leaf))
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         if self.from_size is None:
             self.refuse_inverse("how large the dim was is not known. Give from_size=, or use .bind(source) first.")
-        return (Crop(self.which, self.from_size, self.dim, self.to),)
+        return Crop(self.which, self.from_size, self.dim, self.to)
 
 
 @frozen
@@ -118,7 +123,7 @@ class Crop(_Sized):
     verb: ClassVar[str] = "crop"
 
     @property
-    def grade(self) -> Grade:
+    def own_grade(self) -> Grade:
         return Grade.NONE if self.from_size is None else Grade.ONE_SIDED
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
@@ -127,10 +132,10 @@ class Crop(_Sized):
             raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, less than {self.to}. Use pad().")
         return apply(Slice(dim, 0, self.to), leaf)
 
-    def invert(self) -> tuple[Step, ...]:
+    def inverse(self) -> Step:
         if self.from_size is None:
             self.refuse_inverse("how large the dim was is not known. Give from_size=, or use .bind(source) first.")
-        return (Pad(self.which, self.from_size, self.dim, self.to),)
+        return Pad(self.which, self.from_size, self.dim, self.to)
 
 
 def index_select(which: Which, index: Sequence[int] | torch.Tensor, *, dim: int = 0) -> Pipeline:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 from attrs import frozen
 
+from fdsd.algebra.ops.call import function_name
 from fdsd.data.errors import BadPattern
 from fdsd.data.naming import nearest
 from fdsd.data.problem import Problem
@@ -71,7 +71,7 @@ class Choice:
     def call_text(self) -> str:
         """Give the source text of the arguments."""
         texts = [repr(p.text) for p in self.patterns]
-        return ", ".join([*texts, *[_function_text(fn) for fn in self.predicates]])
+        return ", ".join([*texts, *[function_name(fn) for fn in self.predicates]])
 
     def one_text(self) -> str:
         """Give the source text as a single argument."""
@@ -98,11 +98,6 @@ def _unmatched(pattern: Template, scope: Scope) -> Problem:
         "Correct it, or end it in '?' if it may be absent."
     )
     return Problem("unmatched rule", text)
-
-
-def _function_text(fn: Any) -> str:
-    name = getattr(fn, "__qualname__", None)
-    return name if isinstance(name, str) else repr(fn)
 
 
 def literal(names: Iterable[str]) -> tuple[Template, ...]:

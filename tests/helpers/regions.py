@@ -41,8 +41,16 @@ def random_span(rng: Random, size: int) -> Span:
 
 
 def random_region(rng: Random, shape: tuple[int, ...]) -> Region:
-    """Draw a region inside a tensor of ``shape``."""
-    return Region(tuple(random_span(rng, size) for size in shape))
+    """Draw a region inside a tensor of ``shape``, of not many more elements (indices may come up repeatedly)."""
+    spans: list[Span] = []
+    room = 4 * math.prod(shape) + 16
+    for size in shape:
+        span = random_span(rng, size)
+        while span.numel > max(size, room):
+            span = random_span(rng, size)
+        room //= max(1, span.numel)
+        spans.append(span)
+    return Region(tuple(spans))
 
 
 def slice_by(tensor: torch.Tensor, region: Region) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,13 +18,18 @@ __all__ = ["Call", "Item", "check_results", "function_name", "run_function"]
 
 
 def function_name(fn: object) -> str:
-    """Name a function for messages.
+    """Name a function as source text would: with its module for torch's own, else as it is called where it is defined.
 
-    >>> function_name(torch.relu)
-    'relu'
+    >>> function_name(torch.relu), function_name(function_name)
+    ('torch.relu', 'function_name')
     """
-    name: str | None = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
-    return name or repr(fn)
+    if isinstance(fn, partial):
+        return f"partial({', '.join([function_name(fn.func), *map(repr, fn.args)])})"
+    name: str | None = getattr(fn, "__name__", None)
+    if name is not None and getattr(torch, name, None) is fn:
+        return f"torch.{name}"
+    qualified: str | None = getattr(fn, "__qualname__", None)
+    return qualified or name or repr(fn)
 
 
 @frozen

@@ -146,7 +146,7 @@ INDEXES: dict[str, str] = {
     "weight_map twice": '{"weight_map":{"a":"x.safetensors"},"weight_map":{"a":"x.safetensors"}}',
     "a file that is missing": '{"weight_map":{"a":"x.safetensors","b":"gone.safetensors"}}',
     "a tensor that is missing": '{"weight_map":{"a":"x.safetensors","b":"x.safetensors"}}',
-    "a tensor that is not named": '{"weight_map":{}}',
+    "a tensor that is not named": '{"weight_map":{"a":"x.safetensors"}}',
     "a folder": '{"weight_map":{"a":"folder"}}',
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 from fdsd.data.errors import BadFile, FdsdError, SpecMismatch
 from fdsd.storage import files
-from fdsd.storage.files import DiskError, Extent, FileStamp, MissingFile, OpenFiles, copy_exactly, read_exactly
+from fdsd.storage.files import DiskError, Extent, FileStamp, MissingFile, OpenFiles, copy_exactly, local_path, read_exactly
 
 
 def fds() -> int:
@@ -57,7 +57,7 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
 
 def test_a_zero_byte_in_a_path_is_no_path() -> None:
     with pytest.raises(BadFile, match="is no path"):
-        FileStamp.of("a\0b")
+        local_path("a\0b")
 
 
 def test_few_descriptors_stay_open(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ specs = st.builds(TensorSpec, shapes, st.sampled_from(sorted(DTYPES.values(), ke
 
 
 @given(st.dictionaries(names, specs, max_size=6), st.dictionaries(names, names, max_size=3))
-@settings(max_examples=300)
 def test_what_is_written_is_read(tensors: dict[str, TensorSpec], metadata: dict[str, str]) -> None:
     head, offsets = build_header(tensors, metadata, "x")
     size = len(head) + sum(spec.nbytes for spec in tensors.values())
@@ -82,7 +81,7 @@ def test_every_beginning_of_a_file_is_refused(tmp_path: Path, length: int) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-@settings(max_examples=1500)
+@settings(max_examples=800)
 def test_changed_bytes_give_a_valid_header_or_an_error_of_ours(changes: list[tuple[int, int]]) -> None:
     raw = bytearray(WHOLE)
     for at, value in changes:
