@@ -9,7 +9,16 @@ from collections.abc import Iterable
 
 from attrs import frozen
 
-from fdsd.data.errors import FdsdError, IncompleteGroup, NameConflict, NotInvertible, UnknownName
+from fdsd.data.errors import (
+    BadPattern,
+    FdsdError,
+    IncompleteGroup,
+    NameConflict,
+    NotInvertible,
+    SpecMismatch,
+    UnknownName,
+    Unsupported,
+)
 
 __all__ = ["Problem", "describe"]
 
@@ -22,6 +31,11 @@ _ERRORS: dict[str, type[FdsdError]] = {
     "partial group": IncompleteGroup,
     "ragged indices": IncompleteGroup,
     "round trip": NotInvertible,
+    "missing": UnknownName,
+    "unexpected": UnknownName,
+    "spec": SpecMismatch,
+    "unsupported": Unsupported,
+    "pattern": BadPattern,
 }
 
 

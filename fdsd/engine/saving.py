@@ -16,7 +16,7 @@ from fdsd.algebra.fill import Session
 from fdsd.algebra.lazy import Lazy, Structural
 from fdsd.algebra.ops import Origin
 from fdsd.algebra.plan import check_budget, plan_of
-from fdsd.data.errors import FdsdError, SpecMismatch, Unsupported, add_note, listing
+from fdsd.data.errors import SpecMismatch, Unsupported, add_note, listing
 from fdsd.data.region import Region
 from fdsd.data.sizes import parse_size
 from fdsd.data.spec import TensorSpec, spec_of
@@ -175,7 +175,7 @@ class _Stream:
             for position, (job, node) in enumerate(zip(self._jobs, self._session.roots, strict=True)):
                 try:
                     self._write(job, node)
-                except FdsdError as error:
+                except Exception as error:
                     add_note(error, f"while saving {job.name!r}, {job.spec}")
                     raise
                 self._session.finish(position)

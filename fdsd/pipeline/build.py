@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fdsd.algebra.apply import Applier
-from fdsd.data.errors import FdsdError
+from fdsd.data.errors import FdsdError, add_note
 from fdsd.data.problem import Problem
 from fdsd.data.spec import spec_of
 from fdsd.pipeline.rewrite import UNKNOWN, Assign, Rewrite, problem_of
@@ -41,6 +41,9 @@ def build_leaf(applier: Applier, assign: Assign, values: list[Any], problems: li
         message = f"making {assign.target!r}{from_text}: {problem.message}"
         problems.append(Problem(problem.kind, message, problem.names))
         return UNKNOWN
+    except Exception as error:  # a user's function failed: its own error goes on, and says for which tensor
+        add_note(error, f"while making {assign.target!r} from {', '.join(map(repr, assign.sources[:10]))}")
+        raise
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,17 @@ from typing import Any
 from attrs import frozen
 
 from fdsd.algebra.apply import Applier
-from fdsd.data.errors import BadPattern, FdsdError, NameConflict, SpecMismatch, UnknownName, Unsupported, listing
+from fdsd.data.errors import (
+    BadPattern,
+    FdsdError,
+    IncompleteGroup,
+    NameConflict,
+    NotInvertible,
+    SpecMismatch,
+    UnknownName,
+    Unsupported,
+    listing,
+)
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.ties import tie_key
@@ -132,6 +142,8 @@ _KINDS: dict[type[FdsdError], str] = {
     NameConflict: "collision",
     UnknownName: "unmatched rule",
     BadPattern: "pattern",
+    IncompleteGroup: "partial group",
+    NotInvertible: "round trip",
 }
 
 
