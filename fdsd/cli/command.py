@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -15,7 +15,10 @@ from attrs import frozen
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Command", "add_key", "add_pipeline", "dtype_argument", "open_state", "size_argument", "tolerance"]
+__all__ = ["KEY", "Command", "add_key", "add_pipeline", "dtype_argument", "open_state", "size_argument", "tolerance"]
+
+KEY = {"key= ": "--key ", "key=": "--key "}
+"""What ``--key`` is called in errors."""
 
 
 @frozen
@@ -29,6 +32,7 @@ class Command:
         examples: Calls, one a line.
         arguments: Declares its arguments.
         run: Does it, and gives the exit code.
+        words: What it calls arguments of Python's that errors speak of.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Command:
     examples: tuple[str, ...]
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    words: Mapping[str, str] = KEY
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:

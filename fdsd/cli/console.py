@@ -6,25 +6,27 @@ terminal. Nothing here knows what is printed.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 __all__ = ["Console", "complain", "printable", "stop_writing"]
 
-_STYLES = {"+": "green", "-": "red", "!": "bold red", "~": "yellow", "#": "bold"}
-"""How a line looks on a terminal, by the mark that ``Console.marked`` finds first in it."""
+_MARK = re.compile(r"\s*(?:([-+!~])|\d+\.) ")
+_STYLES = {"+": "green", "-": "red", "!": "bold red", "~": "yellow", None: "bold"}
+"""How a line looks on a terminal, by the mark that it begins with; without one it is a numbered heading."""
 
 
-def printable(text: str) -> str:
-    """Escape what is no printable character, newlines aside.
+def printable(text: str, *, keep: str = "") -> str:
+    """Escape what is no printable character, but for those in ``keep``.
 
     >>> printable("a\\x1b[31mb\\n\\u00e4")
-    'a\\\\x1b[31mb\\n\\u00e4'
+    'a\\\\x1b[31mb\\\\n\\u00e4'
     """
     if text.isprintable():
         return text
-    return "".join([c if c == "\n" or c.isprintable() else _escaped(c) for c in text])
+    return "".join([c if c.isprintable() or c in keep else _escaped(c) for c in text])
 
 
 def _escaped(character: str) -> str:
@@ -53,27 +55,21 @@ class Console:
 
             self._rich = Rich(file=self._stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
-    @property
-    def is_terminal(self) -> bool:
-        """Whether somebody looks at a terminal."""
-        return self._rich is not None
-
     def line(self, text: str = "", style: str | None = None) -> None:
         """Print a line, or several."""
         if self._stream is None:
             return
-        safe = _encodable(printable(text), self._stream)
+        safe = _encodable(printable(text, keep="\n"), self._stream)
         if self._rich is not None:
             self._rich.print(safe, style=style)
         else:
             print(safe, file=self._stream)
 
     def marked(self, text: str) -> None:
-        """Print lines, each styled by the mark that it begins with: ``+``, ``-``, ``!``, ``~``, a number."""
+        """Print lines, each styled by the mark that it begins with: ``+``, ``-``, ``!``, ``~`` or a number."""
         for line in text.splitlines():
-            first = line.lstrip()[:1]
-            is_heading = first.isdigit() and not line.startswith(" ")
-            self.line(line, _STYLES.get("#" if is_heading else first))
+            mark = _MARK.match(line)
+            self.line(line, _STYLES[mark[1]] if mark else None)
 
     def table(
         self,

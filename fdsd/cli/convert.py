@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fdsd.cli.command import Command, add_key, dtype_argument, size_argument
+from fdsd.cli.command import KEY, Command, add_key, dtype_argument, size_argument
 from fdsd.cli.console import Console
 from fdsd.cli.loading import load_pipeline
 
@@ -37,11 +37,11 @@ def _run(options: argparse.Namespace) -> int:
     import fdsd
     from fdsd.engine.progress import quiet
 
-    pipeline = fdsd.identity if options.pipeline is None else load_pipeline(options.pipeline)
+    rewrites = list(_rewrites(options))
     _check_target(options)
-    state: Any = pipeline(fdsd.open(options.source, key=options.key))
-    if options.dtype is not None:
-        state = fdsd.cast(options.dtype)(state)
+    state: Any = fdsd.open(options.source, key=options.key)
+    for rewrite in rewrites:
+        state = rewrite(state)
     shards: dict[str, Any] = {} if options.max_shard_size is None else {"max_shard_size": options.max_shard_size}
     with quiet(options.quiet):
         fdsd.save(
@@ -55,6 +55,15 @@ def _run(options: argparse.Namespace) -> int:
     if not options.quiet:
         Console().line(f"{options.target}: {_summary(state)}")
     return 0
+
+
+def _rewrites(options: argparse.Namespace) -> Iterator[Callable[[Any], Any]]:
+    import fdsd
+
+    if options.pipeline is not None:
+        yield load_pipeline(options.pipeline)
+    if options.dtype is not None:
+        yield fdsd.cast(options.dtype)
 
 
 def _check_target(options: argparse.Namespace) -> None:
@@ -92,4 +101,5 @@ COMMAND = Command(
     ),
     arguments=_arguments,
     run=_run,
+    words={"overwrite=True": "--overwrite", **KEY},
 )

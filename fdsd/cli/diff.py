@@ -38,4 +38,5 @@ COMMAND = Command(
     examples=("fdsd diff old.safetensors new/", "fdsd diff a.safetensors b.pt --key-b model --atol 1e-6"),
     arguments=_arguments,
     run=_run,
+    words={"key= ": "--key-a or --key-b ", "key=": "--key-a or --key-b "},
 )

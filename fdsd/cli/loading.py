@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from fdsd.cli.places import place
 from fdsd.data.errors import FdsdError, listing
@@ -107,23 +107,27 @@ def _find(where: str, module: ModuleType, name: str) -> Any:
 
 
 def _offers(where: str, module: ModuleType) -> str:
+    from fdsd.pipeline.pipeline import identity
+
+    made = [name for name, value in vars(module).items() if _is_pipeline(value) and value is not identity]
+    return listing([f"{where}:{name}" for name in made], sort=False) if made else "none, it makes no pipeline"
+
+
+def _is_pipeline(value: object) -> TypeGuard[Pipeline | Conversion[Any, Any]]:
     from fdsd.pipeline.pipeline import Conversion, Pipeline
 
-    names = [name for name, value in vars(module).items() if isinstance(value, Pipeline | Conversion)]
-    return listing([f"{where}:{name}" for name in names], sort=False) if names else "none, it makes no pipeline"
+    return isinstance(value, Pipeline | Conversion)
 
 
 def _called(reference: str, found: Any, module: ModuleType) -> Pipeline | Conversion[Any, Any]:
     """Give the pipeline, or what the function gives."""
-    from fdsd.pipeline.pipeline import Conversion, Pipeline
-
     made, gave = found, "is"
-    if callable(found) and not isinstance(found, Pipeline | Conversion):
+    if callable(found) and not _is_pipeline(found):
         try:
             made, gave = found(), "gave"
         except (Exception, SystemExit) as error:
             _refuse(reference, error, getattr(module, "__file__", None))
-    if not isinstance(made, Pipeline | Conversion):
+    if not _is_pipeline(made):
         remedy = "Name a pipeline, or a function without arguments that gives one"
         raise BadReference(f"{reference} {gave} {_kind(made)}, no pipeline. {remedy}.")
     return made
@@ -142,4 +146,3 @@ def _refuse(what: str, error: BaseException, file: str | None) -> NoReturn:
         said = text if isinstance(error, FdsdError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
         where = place(error, file)
     raise BadReference(f"{what} could not be loaded: {said.rstrip('.')} (at {where}).") from error
-

@@ -54,11 +54,12 @@ def _rows(state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str, str],
         return text, None if owner is None else re.sub(r"\d+", "#", owner)
 
     for found in fold(state, kind):
-        many = f"{len(found.names)} x " if len(found.names) > 1 else ""
-        spec, tied = spec_of(state[found.names[0]]), found.names[0] in owners
-        nbytes = "" if spec is None or tied else f"{spec.nbytes * len(found.names):,}"
-        note = f"tied to {_owner_text(found, owners)}" if tied else ""
-        yield (found.text, f"{many}{kind(found.names[0])[0]}", nbytes, note), tied
+        first, count = found.names[0], len(found.names)
+        spec, is_tied = spec_of(state[first]), first in owners
+        what = f"{count} x {kind(first)[0]}" if count > 1 else kind(first)[0]
+        nbytes = "" if spec is None or is_tied else f"{spec.nbytes * count:,}"
+        note = f"tied to {_owner_text(found, owners)}" if is_tied else ""
+        yield (found.text, what, nbytes, note), is_tied
 
 
 def _owner_text(found: Fold, owners: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, TextIO
 
 from fdsd.cli import check, convert, demo, diff, explain, ls
@@ -21,9 +21,7 @@ from fdsd.data.errors import FdsdError
 
 __all__ = ["main"]
 
-_COMMANDS: tuple[Command, ...] = tuple(
-    [module.COMMAND for module in (ls, diff, explain, check, convert, demo)]
-)
+_COMMANDS: tuple[Command, ...] = tuple([module.COMMAND for module in (ls, diff, explain, check, convert, demo)])
 _TRACEBACK = "FDSD_TRACEBACK"
 
 _EPILOG = f"""\
@@ -68,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND", title="commands")
     for command in _COMMANDS:
         one = commands.add_parser(
             command.name,
@@ -79,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.arguments(one)
-        one.set_defaults(run=command.run)
+        one.set_defaults(chosen=command)
     return parser
 
 
@@ -92,14 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["diff", "no-such-file", "no-such-file"])
     2
     """
-    prog, parser = "fdsd", _parser()
+    prog, words, parser = "fdsd", dict[str, str](), _parser()
     try:
         try:
             options = parser.parse_args(argv)
-            if options.command is None:
+            if options.name is None:
                 parser.error(f"name a command: {', '.join([command.name for command in _COMMANDS])}")
-            prog = f"fdsd {options.command}"
-            code: int = options.run(options)
+            command: Command = options.chosen
+            prog, words = f"fdsd {command.name}", dict(command.words)
+            code = command.run(options)
         except SystemExit as stop:  # help, the version, or bad usage, which has been told
             code = stop.code if isinstance(stop.code, int) else 0
         _flush()
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get(_TRACEBACK):
             traceback.print_exc()
-        complain(f"{prog}: {_paragraph(error)}")
+        complain(f"{prog}: {_paragraph(error, words)}")
         return _ended(2)
     return code
 
@@ -133,20 +132,19 @@ def _ended(code: int) -> int:
     return code
 
 
-def _paragraph(error: Exception) -> str:
-    """Word an error with its notes as one paragraph."""
+def _paragraph(error: Exception, words: Mapping[str, str]) -> str:
+    """Word an error with its notes as one paragraph, in the words of the command line."""
     if isinstance(error, FdsdError):
         text = str(error)
+        for python, option in words.items():
+            text = text.replace(python, option)
     elif isinstance(error, MemoryError):
-        text = "there is not enough memory. A smaller --budget, or casting in a pipeline, may help."
+        text = "there is not enough memory."
     elif isinstance(error, OSError) and error.strerror:
-        where = "" if error.filename is None else f"{os.fspath(error.filename)!s}: "
-        text = f"{where}{error.strerror}."
+        text = f"{error.filename or 'the output could not be written'}: {error.strerror}."
     else:
-        said = str(error)
         hint = f"raised in {place(error)}; {_TRACEBACK}=1 shows more"
-        text = f"{type(error).__name__}{': ' if said else ''}{said} ({hint})."
+        text = f"{': '.join(filter(None, [type(error).__name__, str(error)]))} ({hint})."
     notes: Sequence[str] = getattr(error, "__notes__", ())
     whole = f"{text} ({'; '.join(notes)})" if notes else text
     return " ".join([line.strip() for line in whole.splitlines()])
-

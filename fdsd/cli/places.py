@@ -10,17 +10,20 @@ __all__ = ["place"]
 
 _FDSD = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
+_MADE = ("<frozen ", "<attrs generated ")
+"""How the names of files begin that are none."""
+
 
 def place(error: BaseException, file: str | None = None) -> str:
     """Name the file and line where an error arose.
 
     Args:
         error: What was raised.
-        file: The file that is looked for first.
+        file: A file that is the user's, wherever it lies.
 
     Returns:
-        The deepest line in ``file``; else in code that is neither fdsd's, Python's nor installed; else in code
-        that is not fdsd's or Python's; else of all.
+        The deepest line in code that is neither fdsd's, Python's nor installed, or in ``file``; else in code that is
+        not fdsd's or Python's; else of all.
 
     >>> try:
     ...     raise ValueError
@@ -28,12 +31,12 @@ def place(error: BaseException, file: str | None = None) -> str:
     ...     place(error).endswith(", line 2")
     True
     """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_MADE)]
     paths = sysconfig.get_paths()
     installed = tuple([paths[key] + os.sep for key in ("purelib", "platlib")])
     python = (paths["stdlib"] + os.sep, paths["platstdlib"] + os.sep)
     outside = [f for f in frames if not f.filename.startswith(_FDSD)]
     theirs = [f for f in outside if not f.filename.startswith(installed)]
-    own = [f for f in theirs if not f.filename.startswith(python)]
-    last = ([f for f in frames if f.filename == file] or own or theirs or outside or frames)[-1]
+    own = [f for f in frames if f.filename == file or (f in theirs and not f.filename.startswith(python))]
+    last = (own or theirs or outside or frames)[-1]
     return f"{last.filename}, line {last.lineno}"

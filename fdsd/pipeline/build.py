@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import evolve
+
 from fdsd.algebra.apply import Applier
 from fdsd.data.errors import FdsdError, add_note
 from fdsd.data.problem import Problem
-from fdsd.data.spec import spec_of
+from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.pipeline.rewrite import UNKNOWN, Assign, Rewrite, problem_of
 
 __all__ = ["build_leaf", "build_leaves"]
@@ -22,8 +24,20 @@ def build_leaves(rewrite: Rewrite, leaves: Mapping[str, Any], problems: list[Pro
         if assign.build is None:
             made[assign.target] = leaves[assign.sources[0]]
         else:
-            made[assign.target] = build_leaf(applier, assign, [leaves[name] for name in assign.sources], problems)
+            made[assign.target] = build_leaf(
+                applier, assign, [leaves[name] for name in (*assign.sources, *assign.beside)], problems
+            )
+    _tie_specs(rewrite, made)
     return made
+
+
+def _tie_specs(rewrite: Rewrite, made: dict[str, Any]) -> None:
+    """Mark specs that have a further name now as tied; of tensors, identity tells it."""
+    for assign in rewrite.assigns:
+        spec, owner = made[assign.target], assign.sources[0] if assign.sources else ""
+        if assign.alias and isinstance(spec, TensorSpec) and isinstance(kept := made.get(owner), TensorSpec):
+            token = ("tied", owner) if kept.tie is None else kept.tie
+            made[owner] = made[assign.target] = evolve(kept, tie=token)
 
 
 def build_leaf(applier: Applier, assign: Assign, values: list[Any], problems: list[Problem]) -> Any:

@@ -243,9 +243,9 @@ def trail(root: Lazy, region: Region) -> Iterator[End]:
             continue
         if isinstance(op, Computing | Item):
             owner, _ = producer(node)
-            way = Way(owner.op, way)
             if not owner.inputs:
                 yield End(owner.op, region, way)
+            way = Way(owner.op, way)
             needs = list(_needs(owner, region, seen))
             stack.extend([(x, need, _memory(need), way) for x, need in reversed(needs)])
         elif isinstance(op, Structural):

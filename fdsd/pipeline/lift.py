@@ -96,7 +96,7 @@ class _Lift:
                         break
         if not stand_in:
             return assigns
-        return [Assign(a.target, tuple([stand_in.get(s, s) for s in a.sources]), a.build, a.alias) for a in assigns]
+        return [evolve(a, sources=tuple([stand_in.get(s, s) for s in a.sources])) for a in assigns]
 
     def _refuses(self, assigns: Iterable[Assign]) -> bool:
         if self.step.computes is None:

@@ -177,19 +177,24 @@ def _folded(families: Mapping[_Family, list[_Row]], order: Iterable[str]) -> Ite
 
 
 def _apart(rows: Sequence[_Row]) -> list[tuple[_Indices, ...]]:
-    """Give for each row the source indices that do not follow from the target's: rows unequal there stay apart."""
+    """Give for each row the source indices that do not follow from the target's: rows unequal there stay apart.
+
+    Indices have to follow in the order in which they stand, so that a line can be read from left to right.
+    """
     targets = list(map(list, zip(*[row.indices for row in rows], strict=True)))
     apart: list[tuple[_Indices, ...]] = [()] * len(rows)
     for b, block in enumerate(rows[0].blocks):
+        at = 0
         for place in range(len(block[0])):
-            if len(block) == 1:
-                values = [row.blocks[b][0][place] for row in rows]
-                if len(set(values)) == 1 or any(_in_step(values, target) for target in targets):
-                    continue
             every = [tuple([indices[place] for indices in row.blocks[b]]) for row in rows]
-            values = [column[0] for column in every if min(column) == max(column)]
-            if len(values) == len(rows) and any(_in_step(values, target) for target in targets):
-                continue
+            values = [column[0] for column in every if len(column) == 1 or min(column) == max(column)]
+            if len(values) == len(rows):
+                if len(set(values)) == 1:
+                    continue
+                follows = (k for k in range(at, len(targets)) if _in_step(values, targets[k]))
+                if (found := next(follows, None)) is not None:
+                    at = found + 1
+                    continue
             apart = [(*before, column) for before, column in zip(apart, every, strict=True)]
     return apart
 

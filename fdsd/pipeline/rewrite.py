@@ -91,13 +91,14 @@ class Assign:
         sources: The names that it is made of.
         build: How to make it; ``None`` passes the one source on as it is.
         alias: Whether it is a further name of a tensor that keeps its own name, not a tensor of its own.
-        part: Which of its sources the target begins with has no meaning for structure; see ``keep``.
+        beside: Names whose leaves ``build`` gets after those of the sources, for a check of values only.
     """
 
     target: str
     sources: tuple[str, ...]
     build: Build | None = None
     alias: bool = False
+    beside: tuple[str, ...] = ()
 
 
 def keep(name: str) -> Assign:

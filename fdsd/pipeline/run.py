@@ -48,7 +48,9 @@ def run_step(step: Step, state: Any) -> Any:
 
 def _check_shapes(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> None:
     """Run on specs first, so that nothing is computed if anything does not fit."""
-    used = {name: state[name] for assign in rewrite.assigns if assign.build for name in assign.sources}
+    used = {
+        name: state[name] for assign in rewrite.assigns if assign.build for name in (*assign.sources, *assign.beside)
+    }
     if step.checks_first and any(map(is_exact, used.values())):
         problems: list[Problem] = []
         build_leaves(Rewrite(tuple([a for a in rewrite.assigns if a.build])), specs(used), problems)

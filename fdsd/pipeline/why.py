@@ -182,15 +182,11 @@ def _leaf(given: StateDict[Any], result: StateDict[Any], fqn: str) -> Lazy:
     if fqn not in result:
         close = nearest(fqn, list(result))
         hint = f"; the nearest name is {close[0]!r}" if close else ""
-        was = (
-            " It is a name of the source; ask by the name that the result has for it." if fqn in given else ""
-        )
+        was = " It is a name of the source; ask by the name that the result has for it." if fqn in given else ""
         raise UnknownName(f"why: the result of {plural(len(result), 'name')} has no {fqn!r}{hint}.{was}")
     leaf = defer_leaf(result[fqn])
     if not isinstance(leaf, Lazy):
-        raise Unsupported(
-            f"why: {fqn!r} is of class {type(leaf).__name__}, not a tensor, and has no elements."
-        )
+        raise Unsupported(f"why: {fqn!r} is of class {type(leaf).__name__}, not a tensor, and has no elements.")
     return leaf
 
 
@@ -199,9 +195,7 @@ def _place(fqn: str, index: int | Iterable[int], shape: tuple[int, ...]) -> tupl
     try:
         numbers = [operator.index(i) for i in given]
     except TypeError:
-        raise SpecMismatch(
-            f"why: {index!r} is no index. Give one whole number for each dim of {fqn!r}."
-        ) from None
+        raise SpecMismatch(f"why: {index!r} is no index. Give one whole number for each dim of {fqn!r}.") from None
     if len(numbers) != len(shape):
         raise SpecMismatch(
             f"why: {fqn!r} has shape {shape}, and {tuple(numbers)} does not name one element of it. Give "

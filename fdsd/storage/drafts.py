@@ -13,9 +13,12 @@ import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from attrs import frozen
 
 from fdsd.storage.files import Extent, OpenFiles, copy_exactly, refuse, write_exactly
 
@@ -98,6 +101,21 @@ def sync_folder(path: Path) -> None:
             os.close(fd)
 
 
+@frozen
+class _Copy:
+    """Bytes of another file that are to be copied to an offset."""
+
+    extent: Extent
+    offset: int
+    sources: OpenFiles
+
+    def join(self, other: _Copy) -> _Copy | None:
+        if self.offset + self.extent.nbytes != other.offset:
+            return None
+        joined = self.extent.join(other.extent)
+        return None if joined is None else _Copy(joined, self.offset, self.sources)
+
+
 class Draft:
     """A file of known size that is written under a hidden name in the folder of its destination.
 
@@ -120,6 +138,8 @@ class Draft:
         self._files = files
         self._durable = durable
         self._written = 0
+        self._pending: _Copy | None = None
+        self._lock = threading.Lock()
         try:
             fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
@@ -136,20 +156,43 @@ class Draft:
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Write bytes at an offset."""
+        self.flush()
         with self._files.borrow(str(self.temporary)) as fd:
             write_exactly(fd, memory, offset, self.path)
             self._start_writeback(fd, memory.nbytes)
 
-    def copy(self, source: int, extent: Extent, offset: int) -> None:
-        """Copy an extent, whose file is open as ``source``, to an offset."""
-        with self._files.borrow(str(self.temporary)) as fd:
-            done = 0
-            while done < extent.nbytes:
+    def copy(self, extent: Extent, offset: int, sources: OpenFiles) -> None:
+        """Copy an extent to an offset, now or together with what comes next to it.
+
+        Args:
+            extent: The bytes.
+            offset: Where they go.
+            sources: Where descriptors of the files to read from are kept.
+        """
+        with self._lock:
+            due, self._pending = self._pending, _Copy(extent, offset, sources)
+            if due is not None and (joined := due.join(self._pending)) is not None:
+                due, self._pending = None, joined
+                if joined.extent.nbytes >= _WRITEBACK:
+                    due, self._pending = joined, None
+        self._copy(due)
+
+    def flush(self) -> None:
+        """Do the copy that still waits for a neighbour."""
+        with self._lock:
+            due, self._pending = self._pending, None
+        self._copy(due)
+
+    def _copy(self, due: _Copy | None) -> None:
+        if due is None:
+            return
+        extent = due.extent
+        paths = (extent.path, str(self.path))
+        with due.sources.borrow(extent.path, extent.stamp) as source, self._files.borrow(str(self.temporary)) as fd:
+            for done in range(0, extent.nbytes, _WRITEBACK):
                 step = min(_WRITEBACK, extent.nbytes - done)
-                paths = (extent.path, str(self.path))
-                copy_exactly(source, extent.offset + done, fd, offset + done, step, paths=paths)
+                copy_exactly(source, extent.offset + done, fd, due.offset + done, step, paths=paths)
                 self._start_writeback(fd, step)
-                done += step
 
     def _start_writeback(self, fd: int, count: int) -> None:
         self._written += count
@@ -163,6 +206,7 @@ class Draft:
         Raises:
             DiskError: The disk lost some of them.
         """
+        self.flush()
         with self._files.borrow(str(self.temporary)) as fd:
             try:
                 mode = mode_at(self.path)

@@ -129,6 +129,12 @@ class Extent:
     nbytes: int
     stamp: FileStamp
 
+    def join(self, other: Extent) -> Extent | None:
+        """Give both as one, if the other one comes just behind."""
+        if (self.path, self.offset + self.nbytes, self.stamp) != (other.path, other.offset, other.stamp):
+            return None
+        return Extent(self.path, self.offset, self.nbytes + other.nbytes, self.stamp)
+
     def part(self, begin: int, end: int) -> Extent:
         """Give the bytes from ``begin`` to ``end`` of these.
 
@@ -212,8 +218,11 @@ class OpenFiles:
         return entry
 
     def _trim(self, limit: int) -> None:
+        surplus = len(self._entries) - limit
+        if surplus <= 0:
+            return
         idle = [path for path, entry in self._entries.items() if not entry.users]
-        for path in idle[: max(0, len(self._entries) - limit)]:
+        for path in idle[:surplus]:
             os.close(self._entries.pop(path).fd)
 
     def close(self) -> None:

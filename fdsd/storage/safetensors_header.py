@@ -65,10 +65,11 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @frozen
 class Header:
-    """What the header of a safetensors file says: per tensor its spec and its first byte in the file."""
+    """What the header of a safetensors file says: per tensor its spec, its first byte in the file, its bytes."""
 
     specs: Mapping[str, TensorSpec]
     offsets: Mapping[str, int]
+    nbytes: Mapping[str, int]
     metadata: Mapping[str, str]
 
 
@@ -133,7 +134,8 @@ def parse_header(raw: bytes, file_size: int, path: str) -> Header:
     start = 8 + len(raw)
     _check_cover(good, file_size - start, path)
     specs = {name: info.spec() for name, info in good.items()}
-    return Header(specs, {name: start + info.begin for name, info in good.items()}, metadata)
+    offsets = {name: start + info.begin for name, info in good.items()}
+    return Header(specs, offsets, {name: info.end - info.begin for name, info in good.items()}, metadata)
 
 
 @frozen
@@ -199,9 +201,10 @@ def _info(name: str, entry: Any, problems: list[str]) -> _Info | None:
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
     items = as_list(value)
-    if items is None or not all(type(item) is int and 0 <= item <= _I64 for item in items):
-        return None
-    return tuple(items)
+    for item in items or ():
+        if type(item) is not int or not 0 <= item <= _I64:
+            return None
+    return None if items is None else tuple(items)
 
 
 def _fits(shape: tuple[int, ...]) -> bool:
@@ -293,14 +296,13 @@ def build_header(
     odd = [key for key, value in metadata.items() if not _is_entry(key, value)]
     if odd:
         raise Unsupported(f"{os.fspath(path)}: metadata maps strings to strings; these do not: {listing(odd)}.")
+    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    entries.update({name: _entry(spec) for name, spec in specs.items()})
     relative: dict[str, int] = {}
     end = 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-        relative[name] = end
-        end += spec.nbytes
-    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    for name, spec in specs.items():
-        entries[name] = _entry(spec, relative[name])
+        relative[name], end = end, end + spec.nbytes
+        entries[name]["data_offsets"] = [relative[name], end]
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
@@ -315,9 +317,9 @@ def _is_entry(key: object, value: object) -> bool:
     return isinstance(key, str) and isinstance(value, str) and is_text(key) and is_text(value)
 
 
-def _entry(spec: TensorSpec, begin: int) -> dict[str, Any]:
+def _entry(spec: TensorSpec) -> dict[str, Any]:
     code = _CODES[spec.dtype]
     shape = list(spec.shape)
     if code == "F4":
         shape[-1] *= 2
-    return {"dtype": code, "shape": shape, "data_offsets": [begin, begin + spec.nbytes]}
+    return {"dtype": code, "shape": shape}

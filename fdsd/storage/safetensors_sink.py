@@ -34,10 +34,11 @@ __all__ = ["SafetensorsSink"]
 
 @frozen
 class _Slot:
-    """Where a tensor goes: the file, and the offset of its first byte."""
+    """Where a tensor goes: the file, the offset of its first byte, and how many there are."""
 
     draft: Draft
     offset: int
+    nbytes: int
     spec: TensorSpec
 
 
@@ -46,6 +47,7 @@ class _Ledger:
 
     def __init__(self) -> None:
         self._intervals: dict[str, list[tuple[int, int]]] = {}
+        self._rooms: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def add(self, fqn: str, begin: int, end: int) -> None:
@@ -55,8 +57,9 @@ class _Ledger:
                 known[-1] = (known[-1][0], max(known[-1][1], end))
             else:
                 known.append((begin, end))
-            if len(known) > 4096:
-                self._intervals[fqn] = _joined(known)
+            if len(known) > self._rooms.get(fqn, 4096):
+                known[:] = _joined(known)
+                self._rooms[fqn] = max(4096, 2 * len(known))  # so that joining stays cheap on the whole
 
     def lacks(self, fqn: str, nbytes: int) -> bool:
         return nbytes > 0 and (0, nbytes) not in _joined(self._intervals.get(fqn, []))
@@ -215,7 +218,8 @@ class SafetensorsSink:
             files.update(dict.fromkeys(names, file))
         parts = self._drafts[:] if len(shards) > 1 else []
         if parts:
-            text = index_text({name: files[name] for name in self._specs}, _size(self._specs))
+            total = sum([slot.nbytes for slot in self._slots.values()])
+            text = index_text({name: files[name] for name in self._specs}, total)
             self._begin_draft(self.path / INDEX_NAME, text, len(text))
         remains = [name for name in names_in(self.path) if name.startswith(OLD)]
         old = [*checkpoint_files(self.path), *remains]
@@ -225,8 +229,9 @@ class SafetensorsSink:
     def _begin_file(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Draft:
         entries = {"format": "pt", **metadata, **write_ties(self._ties, specs)}
         head, offsets = build_header(specs, entries, path)
-        draft = self._begin_draft(path, head, len(head) + _size(specs))
-        self._slots.update({name: _Slot(draft, offsets[name], spec) for name, spec in specs.items()})
+        sizes = {name: spec.nbytes for name, spec in specs.items()}
+        draft = self._begin_draft(path, head, len(head) + sum(sizes.values()))
+        self._slots.update({n: _Slot(draft, offsets[n], sizes[n], spec) for n, spec in specs.items()})
         return draft
 
     def _begin_draft(self, path: Path, head: bytes, size: int) -> Draft:
@@ -261,10 +266,8 @@ class SafetensorsSink:
         memory, keep = _bytes_of(fqn, value, slot.spec)
         if isinstance(region, int):
             runs = [(region, 0, memory.nbytes)]
-            if region < 0 or region + memory.nbytes > slot.spec.nbytes:
-                raise SpecMismatch(
-                    f"{fqn!r} has {slot.spec.nbytes} bytes; {memory.nbytes} at {region} lie beyond them."
-                )
+            if region < 0 or region + memory.nbytes > slot.nbytes:
+                raise SpecMismatch(f"{fqn!r} has {slot.nbytes} bytes; {memory.nbytes} at {region} lie beyond them.")
         else:
             if keep is None or tuple(keep.shape) != region.shape:
                 shown = "bytes" if keep is None else f"shape {tuple(keep.shape)}"
@@ -276,7 +279,7 @@ class SafetensorsSink:
             self._ledger.add(fqn, at, at + count)
 
     def copy(self, fqn: str, offset: int, extent: Extent) -> None:
-        """Write bytes of another file, copied by the kernel where it can.
+        """Write bytes of another file, copied by the kernel where it can; neighbours are copied together.
 
         Args:
             fqn: The tensor.
@@ -289,10 +292,9 @@ class SafetensorsSink:
             DiskError: The system refused; the disk may be full.
         """
         slot = self._slot(fqn)
-        if offset < 0 or offset + extent.nbytes > slot.spec.nbytes:
-            raise SpecMismatch(f"{fqn!r} has {slot.spec.nbytes} bytes; {extent.nbytes} at {offset} lie beyond them.")
-        with self._sources.borrow(extent.path, extent.stamp) as source:
-            slot.draft.copy(source, extent, slot.offset + offset)
+        if offset < 0 or offset + extent.nbytes > slot.nbytes:
+            raise SpecMismatch(f"{fqn!r} has {slot.nbytes} bytes; {extent.nbytes} at {offset} lie beyond them.")
+        slot.draft.copy(extent, slot.offset + offset, self._sources)
         self._ledger.add(fqn, offset, offset + extent.nbytes)
 
     def _slot(self, fqn: str) -> _Slot:
@@ -313,7 +315,7 @@ class SafetensorsSink:
         if not self._is_open:
             raise BadFile(f"{self.path} was committed or aborted already.")
         try:
-            lacking = [fqn for fqn, slot in self._slots.items() if self._ledger.lacks(fqn, slot.spec.nbytes)]
+            lacking = [fqn for fqn, slot in self._slots.items() if self._ledger.lacks(fqn, slot.nbytes)]
             if lacking:
                 raise BadFile(
                     f"{self.path}: {len(lacking)} of {plural(len(self._slots), 'tensor')} were not written "
@@ -348,10 +350,6 @@ class SafetensorsSink:
             self.abort()
         elif self._is_open:
             self.commit()
-
-
-def _size(specs: Mapping[str, TensorSpec]) -> int:
-    return sum([spec.nbytes for spec in specs.values()])
 
 
 def _refuse_existing(path: Path, found: Sequence[str], overwrite: bool) -> None:

@@ -169,9 +169,9 @@ def _refuse_twice(path: Path, read: Sequence[_File]) -> None:
 
 def _extents(read: Sequence[_File]) -> dict[str, Extent]:
     return {
-        name: Extent(file, header.offsets[name], spec.nbytes, stamp)
+        name: Extent(file, offset, header.nbytes[name], stamp)
         for file, header, stamp in read
-        for name, spec in header.specs.items()
+        for name, offset in header.offsets.items()
     }
 
 

@@ -47,7 +47,10 @@ def load_torch(path: str | os.PathLike[str]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old protocols and storages are torch's to read, not the user's to fix
-            return torch.load(shown, map_location="cpu", weights_only=True, mmap=True if is_zip else None)
+            if not shown.endswith(".safetensors"):  # by this name torch expects another format
+                return torch.load(shown, map_location="cpu", weights_only=True, mmap=True if is_zip else None)
+            with open(shown, "rb") as file:
+                return torch.load(file, map_location="cpu", weights_only=True)
     except (KeyboardInterrupt, SystemExit):
         raise
     except MemoryError as error:

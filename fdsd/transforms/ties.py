@@ -13,6 +13,7 @@ from fdsd.algebra.ops import Distinct, Same
 from fdsd.data.errors import BadPattern, listing
 from fdsd.data.problem import Problem
 from fdsd.data.rules import RuleTable
+from fdsd.data.spec import TensorSpec, is_exact
 from fdsd.data.template import Template, as_template
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope, keep
@@ -66,20 +67,31 @@ class Tie(Step):
         if chained := [alias for alias, owner in owners.items() if owner in owners]:
             text = f"{listing(chained)} tied to a name that is itself an alias here. Tie all to the one owner."
             problems.append(Problem("collision", text, tuple(chained)))
-        assigns = [self._alias(scope, name, owners[name]) if name in owners else keep(name) for name in scope.names]
-        new = [Assign(alias, (owner,), alias=True) for alias, owner in owners.items() if alias not in scope]
+        unsure = self._unsure(scope, owners)
+        assigns = [self._assign(name, owners.get(name, name), name in owners, unsure) for name in scope.names]
+        new = [self._assign(alias, owner, True, unsure) for alias, owner in owners.items() if alias not in scope]
         return Rewrite.of([*assigns, *new], problems)
 
-    def _alias(self, scope: Scope, alias: str, owner: str) -> Assign:
-        """Tie a name that is there already: it must hold the same values."""
-        key = scope.tie(alias)
-        if key is not None and key == scope.tie(owner):
-            return Assign(alias, (owner,), alias=True)
-        return Assign(alias, (owner, alias), partial(self._same, (owner, alias)), alias=True)
+    def _unsure(self, scope: Scope, owners: dict[str, str]) -> dict[str, tuple[str, ...]]:
+        """For each owner, the aliases that are there already as tensors of their own: they must hold its values."""
+        found: dict[str, list[str]] = {}
+        for alias, owner in owners.items():
+            if alias in scope and (scope.tie(alias) is None or scope.tie(alias) != scope.tie(owner)):
+                found.setdefault(owner, []).append(alias)
+        return {owner: tuple(aliases) for owner, aliases in found.items()}
 
-    def _same(self, names: tuple[str, ...], apply: Applier, leaves: Sequence[Any]) -> Any:
-        apply(Same(names, self.verb), *leaves)
-        return leaves[0]
+    def _assign(self, name: str, owner: str, is_alias: bool, unsure: dict[str, tuple[str, ...]]) -> Assign:
+        beside = unsure.get(owner, ())
+        build = partial(self._same, (owner, *beside), is_alias) if beside else None
+        return Assign(name, (owner,), build, is_alias, beside)
+
+    def _same(self, names: tuple[str, ...], is_alias: bool, apply: Applier, leaves: Sequence[Any]) -> Any:
+        """The owner's leaf, once all are found to be equal; what is not here is checked when it is read."""
+        is_here = all(is_exact(leaf) or isinstance(leaf, TensorSpec) for leaf in leaves)
+        if len(leaves) == 1 or (is_here and is_alias):  # one column of an optimizer; checked for the owner
+            return leaves[0]
+        checked = apply(Same(names, self.verb), *leaves)
+        return leaves[0] if is_here else checked
 
     def invert(self) -> tuple[Step, ...]:
         return (DropAliases(self.pairs),)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.fill import Runner, Session
 from fdsd.algebra.lazy import Computing, Lazy, Op, Structural
 from fdsd.algebra.memory import MemorySource
-from fdsd.algebra.ops import Constant, Origin
+from fdsd.algebra.ops import Origin
 from fdsd.algebra.plan import Copy, Fill, Plan, Read, Run, View
 from fdsd.data.region import Region
 
@@ -161,9 +160,7 @@ def replay(plan: Plan) -> list[torch.Tensor]:
         elif isinstance(step, Copy):
             copy_elements(at(step.source), at(step.out))
         elif isinstance(step, Fill):
-            value: Any = step.value
-            out = at(step.out)
-            Constant(_spec_of(out), value).fill(out)
+            step.op.fill(at(step.out))
         else:
             _perform(step, [at(view) for view in step.parts], [at(view) for view in step.outs])
     return [
@@ -185,8 +182,3 @@ def _perform(step: Run, parts: list[torch.Tensor], outs: list[torch.Tensor]) -> 
         assert isinstance(op, Computing)
         op.compute(parts, step.region, outs[0])
 
-
-def _spec_of(tensor: torch.Tensor) -> Any:
-    from fdsd.data.spec import TensorSpec
-
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)

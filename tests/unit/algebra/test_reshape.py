@@ -78,10 +78,10 @@ def test_the_rope_permutation_is_right() -> None:
 def test_any_reshape_of_a_tensor_is_few_reads() -> None:
     w = defer_leaf(torch.empty(64, 96, 10, device="meta"))
     flat = apply(MergeDims(0, 3), w)
-    other = apply(SplitDim(0, (96, 64, 10)), flat)
-    assert len(plan_of([other]).steps) == 1
-    odd = apply(SplitDim(0, (32, 30, 64)), flat)
-    assert len(plan_of([odd]).steps) <= 64 * 3
+    for sizes in ((64, 96, 10), (64, 960), (6144, 10), (8, 8, 8, 12, 2, 5)):
+        assert len(plan_of([apply(SplitDim(0, sizes), flat)]).steps) == 1
+    # rows that straddle each other's ends: one read for each end
+    assert len(plan_of([apply(SplitDim(0, (96, 64, 10)), flat)]).steps) <= 64 + 96
 
 
 def test_a_new_dim_asked_for_several_times() -> None:

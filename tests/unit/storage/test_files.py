@@ -13,7 +13,16 @@ import pytest
 
 from fdsd.data.errors import BadFile, FdsdError, SpecMismatch
 from fdsd.storage import files
-from fdsd.storage.files import DiskError, Extent, FileStamp, MissingFile, OpenFiles, copy_exactly, local_path, read_exactly
+from fdsd.storage.files import (
+    DiskError,
+    Extent,
+    FileStamp,
+    MissingFile,
+    OpenFiles,
+    copy_exactly,
+    local_path,
+    read_exactly,
+)
 
 
 def fds() -> int:
@@ -138,16 +147,20 @@ def test_a_file_that_cannot_be_opened_is_a_disk_error(numbers: Path, monkeypatch
 
     stamp = FileStamp.of(numbers)
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(DiskError, match="numbers: it could not be opened: Permission denied") as caught:
-        with OpenFiles().borrow(str(numbers), stamp):
-            pass
+    with (
+        pytest.raises(DiskError, match="numbers: it could not be opened: Permission denied") as caught,
+        OpenFiles().borrow(str(numbers), stamp),
+    ):
+        pass
     assert caught.value.errno == errno.EACCES
 
 
 def test_a_read_beyond_the_end_says_where_it_ends(numbers: Path) -> None:
-    with OpenFiles().borrow(str(numbers)) as fd:
-        with pytest.raises(BadFile, match="bytes 190 to 210 were asked, and it ends at 200"):
-            read_exactly(fd, memoryview(bytearray(20)), 190, str(numbers))
+    with (
+        OpenFiles().borrow(str(numbers)) as fd,
+        pytest.raises(BadFile, match="bytes 190 to 210 were asked, and it ends at 200"),
+    ):
+        read_exactly(fd, memoryview(bytearray(20)), 190, str(numbers))
 
 
 def test_an_extent_gives_its_parts_and_no_more() -> None:

@@ -155,7 +155,7 @@ def test_runs_are_the_region_in_order_and_as_long_as_can_be(case: tuple[tuple[in
     shape, region = case
     strides = row_major(shape)
     indices = [span.indices() for span in region.spans]
-    expected = [sum(i * s for i, s in zip(point, strides)) for point in itertools.product(*indices)]
+    expected = [sum(i * s for i, s in zip(point, strides, strict=True)) for point in itertools.product(*indices)]
     runs = list(contiguous_runs(TensorSpec(shape, torch.int8), region))
     assert [begin + i for begin, _, length in runs for i in range(length)] == expected
     assert [at + i for _, at, length in runs for i in range(length)] == list(range(len(expected)))
@@ -244,6 +244,6 @@ def test_what_does_not_fit_is_refused() -> None:
         read_region(Reads(bytes(12)), spec, 0, Region.box((2, 0), (2, 4)), torch.empty(2, 4))
     with pytest.raises(SpecMismatch, match=r"\(1, 4\) into memory of shape \(4,\)"):
         read_region(Reads(bytes(12)), spec, 0, Region.box((2, 0), (1, 4)), torch.empty(4))
+    backwards = Region((Span(2, ((2, -1),)), Span(0, ((4, 1),))))
     with pytest.raises(SpecMismatch, match="step below 0"):
-        backwards = Region((Span(2, ((2, -1),)), Span(0, ((4, 1),))))
         read_region(Reads(bytes(12)), spec, 0, backwards, torch.empty(2, 4))

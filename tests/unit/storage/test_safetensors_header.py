@@ -91,8 +91,7 @@ def test_changed_bytes_give_a_valid_header_or_an_error_of_ours(changes: list[tup
         return
     try:
         header = parse_header(bytes(raw[8 : 8 + length]), len(raw), "x")
-    except FdsdError as error:
-        assert "x" in str(error)
+    except FdsdError:
         return
     spans = sorted((header.offsets[name], spec.nbytes) for name, spec in header.specs.items())
     assert sum(size for _, size in spans) == len(raw) - 8 - length

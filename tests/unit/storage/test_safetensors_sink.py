@@ -566,7 +566,7 @@ def test_a_system_without_these_calls(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_holds(tmp_path / "x", MIXED)
 
 
-@pytest.mark.parametrize("limit", [10, 100, 500, 1000, 200_000])
+@pytest.mark.parametrize("limit", [100, 200_000])
 def test_a_real_limit_on_file_sizes(tmp_path: Path, fresh_python: Callable[..., str], limit: int) -> None:
     path = tmp_path / "x.safetensors"
     save(path, OLD)

@@ -82,10 +82,10 @@ def test_any_box_is_read(tmp_path_factory: pytest.TempPathFactory, data: st.Data
     value = torch.arange(6 * 7 * 5, dtype=torch.int32).reshape(6, 7, 5)
     save_file({"before": torch.ones(3, dtype=torch.uint8), "a": value}, path)
     starts = [data.draw(st.integers(0, size)) for size in value.shape]
-    sizes = [data.draw(st.integers(0, size - start)) for size, start in zip(value.shape, starts)]
+    sizes = [data.draw(st.integers(0, size - start)) for size, start in zip(value.shape, starts, strict=True)]
     out = torch.empty(sizes, dtype=torch.float64)
     SafetensorsSource(path).read("a", Region.box(starts, sizes), out)
-    slices = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
+    slices = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
     assert torch.equal(out, value[slices].double())
 
 
