@@ -1,5 +1,6 @@
 """fdsd: state dicts as values, rewritten by pipelines of pure functions."""
 
+from fdsd import errors as errors
 from fdsd.algebra.apply import defer
 from fdsd.algebra.lazy import Lazy
 from fdsd.data.model import ModelSpec, TensorEntry

@@ -19,10 +19,10 @@ _STYLES = {"+": "green", "-": "red", "!": "bold red", "~": "yellow", None: "bold
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Escape what is no printable character, but for those in ``keep``.
+    r"""Escape what is no printable character, but for those in ``keep``.
 
-    >>> printable("a\\x1b[31mb\\n\\u00e4")
-    'a\\\\x1b[31mb\\\\n\\u00e4'
+    >>> printable("a\x1b[31mb\n")
+    'a\\x1b[31mb\\n'
     """
     if text.isprintable():
         return text

@@ -67,12 +67,13 @@ def _rewrites(options: argparse.Namespace) -> Iterator[Callable[[Any], Any]]:
 
 
 def _check_target(options: argparse.Namespace) -> None:
-    """Refuse what would have no effect, before anything is read."""
+    """Refuse what would have no effect, or not the one that was meant, before anything is read."""
     from fdsd.data.errors import Unsupported
     from fdsd.storage.formats import FORMATS
 
-    suffixes = {suffix for known in FORMATS.values() for suffix in known.suffixes}
-    if options.max_shard_size is not None and Path(options.target).suffix in suffixes:
+    suffix = Path(options.target).suffix
+    ours = {end for known in FORMATS.values() for end in known.suffixes}
+    if options.max_shard_size is not None and suffix in ours:
         raise Unsupported(
             f"--max-shard-size divides the files of a folder, and {options.target} is one file. Name a folder as DST, "
             "or leave the option out."

@@ -46,8 +46,8 @@ _RULES = {
 def pipeline() -> Pipeline:
     """Give the demo's pipeline, for a BERT: other names everywhere, q, k and v of a layer as one, wider embeddings.
 
-    >>> pipeline().grade
-    Grade.NONE
+    >>> [step.verb for step in pipeline().steps]
+    ['rename_fqns', 'concat', 'cast']
     """
     import torch
 

@@ -84,7 +84,7 @@ def _totals(state: Mapping[str, Any]) -> Iterator[str]:
     total = sum([nbytes for _, nbytes in sums.values()])
     count = sum([count for count, _ in sums.values()])
     others = len([name for name, leaf in state.items() if spec_of(leaf) is None])
-    more = f", {plural(len(owners), 'further name')}" if owners else ""
+    more = f", {plural(len(owners), 'tied name')}" if owners else ""
     more += f", {plural(others, 'object')} that {'is' if others == 1 else 'are'} no tensor" if others else ""
     size = f"{total:,} bytes" + (f" ({format_size(total)})" if total >= 1000 else "")
     yield f"{plural(count, 'tensor')}, {size}{more}"

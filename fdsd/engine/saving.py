@@ -32,6 +32,9 @@ from fdsd.storage.torch_save import save_torch
 
 __all__ = ["save"]
 
+_FOREIGN = (".gguf", ".h5", ".json", ".msgpack", ".npz", ".onnx")
+"""Suffixes that nobody means as the name of a folder."""
+
 _CHUNK = 16 << 20
 """The most bytes of a tensor that are filled before they are written."""
 
@@ -96,6 +99,11 @@ def _format_of(path: Path, format: str | None) -> str:
         if format not in FORMATS:
             raise Unsupported(f"save: format={format!r} is not known; there are {listing(FORMATS)}.")
         return format
+    if path.suffix in _FOREIGN:
+        raise Unsupported(
+            f"save: {path} ends in {path.suffix!r}, a format that is not written here. Name x.safetensors, x.pt or a "
+            "folder; format= says which is meant by another name."
+        )
     return next((name for name, known in FORMATS.items() if path.suffix in known.suffixes), "safetensors")
 
 

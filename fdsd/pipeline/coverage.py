@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from attrs import field, frozen
@@ -17,17 +17,12 @@ from attrs import field, frozen
 from fdsd.algebra.graph import Graph, producer
 from fdsd.algebra.lazy import Computing, Lazy, Op, Structural
 from fdsd.algebra.ops import Item, Origin
-from fdsd.data.errors import FdsdError, Unsupported, plural
-from fdsd.data.model import ModelSpec
+from fdsd.data.errors import plural
 from fdsd.data.naming import fold
-from fdsd.data.optim import OptimState
 from fdsd.data.region import Region
 from fdsd.data.statedict import StateDict
-from fdsd.data.train import TrainState
-from fdsd.pipeline.check import abstract
 from fdsd.pipeline.grids import Grid, grids, spread
-from fdsd.pipeline.planning import deferred, expressions
-from fdsd.pipeline.run import note_step, run_step
+from fdsd.pipeline.planning import expressions, lazily
 from fdsd.pipeline.step import Step
 
 __all__ = ["Coverage", "End", "Uses", "Way", "coverage", "lazily", "mentioned", "trail"]
@@ -125,6 +120,7 @@ def coverage(steps: Iterable[Step], source: Any) -> Coverage:
       elements twice.
     * A function of whole tensors uses every element that it is given once for each result that depends on it,
       however much of its value arrives there, and in how many places.
+    * A comparison of tensors that must be equal, as in ``tie``, uses all that it compares.
 
     Args:
         steps: The steps of a pipeline.
@@ -165,42 +161,6 @@ def coverage(steps: Iterable[Step], source: Any) -> Coverage:
         reached = {id(op) for op in mentioned(roots)}  # one without elements is dropped if no result mentions it
         dropped = [name for name in dropped if counts[name].total or id(states[0][name].op) not in reached]
     return Coverage(StateDict.trusted(counts), StateDict.trusted(aliases), tuple(dropped))
-
-
-def lazily(steps: Iterable[Step], source: Any) -> list[StateDict[Any]]:
-    """Run steps on the specs of a source, made lazy: the source's own names are where all expressions begin.
-
-    Returns:
-        The source, and the state after each step.
-
-    Raises:
-        Unsupported: The source or a state on the way is no state dict.
-    """
-    if not isinstance(source, Mapping | TrainState | OptimState | ModelSpec):
-        raise Unsupported(
-            f"{type(source).__name__} is no state. Give a mapping of names to tensors or specs; for a "
-            "module, its state_dict()."
-        )
-    every = tuple(steps)
-    given, state = deferred((), abstract(source))
-    states = [given]
-    for number, step in enumerate(every, start=1):
-        try:
-            state = run_step(step, state)
-        except FdsdError as error:
-            note_step(error, number, len(every), step)
-            raise
-        if not _is_state_dict(state):
-            raise Unsupported(
-                f"{step.verb} gives {type(state).__name__}, but where elements come from is known of state "
-                "dicts only. Ask about the steps before it."
-            )
-        states.append(state)
-    return states
-
-
-def _is_state_dict(state: object) -> TypeGuard[StateDict[Any]]:
-    return isinstance(state, StateDict)
 
 
 # -- the walk down to the source ---------------------------------------------------------------------------

@@ -77,7 +77,14 @@ class Explained:
             yield f"   ! and {plural(rest, 'problem')} more"
 
     def _counts(self) -> str:
-        words = {"rename": "renamed", "make": "made", "alias": "tied", "insert": "inserted", "drop": "dropped"}
+        words = {
+            "rename": "renamed",
+            "make": "made",
+            "alias": "tied",
+            "check": "checked",
+            "insert": "inserted",
+            "drop": "dropped",
+        }
         counts = {word: sum([line.count for line in self.lines if line.kind == kind]) for kind, word in words.items()}
         counts["unchanged"] = self.unchanged
         texts = [f"{count:,} {word}" for word, count in counts.items() if count]
@@ -180,7 +187,7 @@ def _explained(
         return Explained(number, call, (), 0, tuple(problems), gives=type(state).__name__)
     before, after = _leaves(given), _leaves(state)
     changes = [assign for assign in assigns if assign.build is not None or assign.sources != (assign.target,)]
-    used = {name for assign in assigns for name in assign.sources}
+    used = {name for assign in assigns for name in (*assign.sources, *assign.beside)}
     dropped = {name: leaf for name, leaf in before.items() if name not in used} if assigns else {}
     lines = (*made_lines(changes, before, after), *dropped_lines(dropped))
     return Explained(number, call, lines, len(assigns) - len(changes), tuple(problems))

@@ -28,8 +28,9 @@ class Line:
     """What becomes of some names that differ in their indices only.
 
     Attributes:
-        kind: "rename", "make" (with operations), "alias" (a further name), "insert" or "drop".
-        sources: The names that each target is made of, folded; of a drop, the names that go.
+        kind: "rename", "make" (with operations), "alias" (a further name), "check" (kept, once it is found equal to
+            others), "insert" or "drop".
+        sources: The names that each target is made of, folded; of a check, those compared; of a drop, those that go.
         target: The names that come, folded; empty for a drop.
         count: How many names come, or go.
         before: Specs of the sources of one target.
@@ -49,6 +50,8 @@ class Line:
             sources += f" and {len(self.sources) - 6} more"
         if self.kind == "drop":
             return f"- {sources}: {self.before}"
+        if self.kind == "check":
+            return f"{' = '.join(self.sources)}: {self.before}"
         if self.kind == "insert":
             return f"+ {self.target}: {self.after}"
         names = sources if self.sources == (self.target,) else f"{sources} -> {self.target}"
@@ -117,21 +120,30 @@ def _families(
     for assign in assigns:
         names: list[tuple[str, ...]] = []
         blocks: list[list[_Indices]] = []
-        for source in assign.sources:
+        kind = _kind(assign)
+        compared = assign.beside if kind == "check" else ()
+        for source in (*assign.sources, *compared):
             name, indices = _parse(source)
             if names and names[-1] == name and blocks[-1][-1] < indices:
                 blocks[-1].append(indices)
             else:
                 names.append(name)
                 blocks.append([indices])
-        kind = "rename" if assign.build is None else "make" if assign.sources else "insert"
         target, own = _parse(assign.target)
         runs = tuple([(name, len(block)) for name, block in zip(names, blocks, strict=True)])
         texts = [_spec_text(before.get(source, UNKNOWN)) for source in assign.sources]
         made = _spec_text(after.get(assign.target, UNKNOWN))
-        family = _Family("alias" if assign.alias else kind, target, runs, _joined(texts), made)
+        family = _Family(kind, target, runs, _joined(texts), made)
         found.setdefault(family, []).append(_Row(assign, own, blocks))
     return found
+
+
+def _kind(assign: Assign) -> str:
+    if assign.alias:
+        return "alias"
+    if assign.build is None:
+        return "rename"
+    return "check" if assign.beside else "make" if assign.sources else "insert"
 
 
 def _joined(texts: list[str]) -> str:
@@ -166,7 +178,8 @@ def _folded(families: Mapping[_Family, list[_Row]], order: Iterable[str]) -> Ite
             found[row.assign.target] = (family, row)
     for folded in fold(order, keys.__getitem__):
         family = found[folded.names[0]][0]
-        sources = [found[name][1].assign.sources for name in folded.names]
+        assigns = [found[name][1].assign for name in folded.names]
+        sources = [(*a.sources, *a.beside) if family.kind == "check" else a.sources for a in assigns]
         texts: dict[str, None] = {}
         first = 0
         for _, count in family.blocks:

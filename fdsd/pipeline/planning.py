@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fdsd.algebra.apply import defer
 from fdsd.algebra.fill import over_budget
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.plan import Plan, plan_of
-from fdsd.data.errors import Unsupported
+from fdsd.data.errors import FdsdError, Unsupported
+from fdsd.data.model import ModelSpec
 from fdsd.data.optim import OptimState
 from fdsd.data.sizes import parse_size
 from fdsd.data.statedict import StateDict
 from fdsd.data.train import TrainState
-from fdsd.pipeline.run import run_step
+from fdsd.pipeline.check import abstract
+from fdsd.pipeline.run import note_step, run_step
 from fdsd.pipeline.step import Step
 
-__all__ = ["deferred", "expressions", "plan"]
+__all__ = ["expressions", "lazily", "plan"]
 
 
-def deferred(steps: Iterable[Step], source: Any) -> tuple[StateDict[Any], StateDict[Any]]:
-    """Run the steps lazily over a source; nothing is read.
+def lazily(steps: Iterable[Step], source: Any) -> list[StateDict[Any]]:
+    """Run steps on the specs of a source, made lazy: the source's own names are where all expressions begin.
 
     Returns:
-        The source and the result, their tensors lazy.
+        The source, and the state after each step.
+
+    Raises:
+        Unsupported: The source or a state on the way is no state dict.
     """
-    if isinstance(source, TrainState):
-        source = source.model
-    if isinstance(source, OptimState):
+    if not isinstance(source, Mapping | TrainState | OptimState | ModelSpec):
+        raise Unsupported(
+            f"{type(source).__name__} is no state. Give a mapping of names to tensors or specs; for a "
+            "module, its state_dict()."
+        )
+    every = tuple(steps)
+    given = abstract(source)
+    if isinstance(given, OptimState):
         raise Unsupported("Plans, coverage and provenance are of state dicts; give one column: state.slots[slot].")
-    given = state = defer(source)
-    for step in steps:
-        state = run_step(step, state)
-    return given, state
+    state: Any = defer(given.model if isinstance(given, TrainState) else given)
+    states: list[StateDict[Any]] = [state]
+    for number, step in enumerate(every, start=1):
+        try:
+            state = run_step(step, state)
+        except FdsdError as error:
+            note_step(error, number, len(every), step)
+            raise
+        if not isinstance(state, StateDict):
+            raise Unsupported(
+                f"{step.verb} gives {type(state).__name__}, but where elements come from is known of state "
+                "dicts only. Ask about the steps before it."
+            )
+        reached: StateDict[Any] = state  # pyright: ignore[reportUnknownVariableType]
+        states.append(reached)
+    return states
 
 
 def expressions(state: StateDict[Any]) -> list[tuple[str, Lazy]]:
@@ -47,7 +69,7 @@ def expressions(state: StateDict[Any]) -> list[tuple[str, Lazy]]:
 
 def plan(steps: Iterable[Step], source: Any, budget: int | str | None) -> Plan:
     """Plan the whole result; see ``Pipeline.plan``."""
-    _, state = deferred(steps, source)
+    state = lazily(steps, source)[-1]
     limit = None if budget is None else parse_size(budget)
     made = plan_of([node for _, node in expressions(state)], limit)
     if made.required and limit is not None:

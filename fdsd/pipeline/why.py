@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from fdsd.algebra.apply import defer_leaf
 from fdsd.algebra.lazy import Lazy, Op
-from fdsd.algebra.ops import Call, Cast, Constant, Origin
+from fdsd.algebra.ops import Call, Cast, Constant, Origin, Same
 from fdsd.algebra.ops.call import function_name
 from fdsd.data.errors import SpecMismatch, UnknownName, Unsupported, plural
 from fdsd.data.naming import nearest
@@ -247,6 +247,8 @@ def _word(op: Op) -> str:
     """
     if isinstance(op, Cast):
         return f"cast to {dtype_name(op.dtype)}"
+    if isinstance(op, Same):
+        return f"comparison by {op.reason}"
     if isinstance(op, Call):
         fn: Any = op.fn
         while isinstance(fn, functools.partial):

@@ -24,8 +24,11 @@ from fdsd.storage.files import Extent, OpenFiles, copy_exactly, refuse, write_ex
 
 __all__ = ["Draft", "hidden_name", "make_folder", "mode_at", "remove_folders", "sync_folder"]
 
-_WRITEBACK = 64 << 20
+_WRITEBACK = 16 << 20
 """After so many bytes the kernel is asked to begin writing them out: the final sync then waits for little."""
+
+_BATCH = 64 << 20
+"""Neighbouring copies are gathered up to so many bytes."""
 
 
 def _libc_function(name: str, *types: Any) -> Callable[..., int] | None:
@@ -173,7 +176,7 @@ class Draft:
             due, self._pending = self._pending, _Copy(extent, offset, sources)
             if due is not None and (joined := due.join(self._pending)) is not None:
                 due, self._pending = None, joined
-                if joined.extent.nbytes >= _WRITEBACK:
+                if joined.extent.nbytes >= _BATCH:
                     due, self._pending = joined, None
         self._copy(due)
 

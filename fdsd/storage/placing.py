@@ -65,13 +65,15 @@ class Placement:
             self._sync()
             self.root.place()
         except BaseException:
-            if not self.root.is_placed:  # an interrupt may come just after the rename
+            if self.root.is_placed:  # an interrupt may come just after the rename
+                self._clean(moved)
+            else:
                 self._undo(moved)
-                raise
-            self._clean(moved)
             raise
-        self._sync()
-        self._clean(moved)
+        try:
+            self._sync()
+        finally:
+            self._clean(moved)
 
     def _move_away(self, moved: list[tuple[Path, Path]]) -> None:
         clashes = [part.path.name for part in self.parts if os.path.lexists(part.path)]

@@ -29,6 +29,7 @@ __all__ = ["DTYPES", "MAX_HEADER", "Header", "build_header", "check_storable", "
 MAX_HEADER = 100_000_000
 """The longest header that the reference library reads."""
 METADATA = "__metadata__"
+PAGE = 4096
 _I64 = 2**63 - 1
 
 _NAMES = {
@@ -273,12 +274,61 @@ def check_storable(specs: Mapping[str, TensorSpec], path: str | os.PathLike[str]
         raise SpecMismatch(f"{os.fspath(path)}: safetensors cannot hold tensors of these names: {listing(odd)}.")
 
 
+def lay_out(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
+    """Say where the bytes of each tensor begin and end, counted from the end of the header.
+
+    The widest dtype comes first, so that every tensor is aligned; names of one width keep their order.
+
+    >>> lay_out({"a": TensorSpec((3,), torch.int8), "b": TensorSpec((2,), torch.int64)})
+    {'b': (0, 16), 'a': (16, 19)}
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+        begin, end = end, end + spec.nbytes
+        spans[name] = begin, end
+    return spans
+
+
+def best_phase(spans: Mapping[str, tuple[int, int]], origins: Mapping[str, int]) -> int:
+    """Choose where in a page the data should begin so that most bytes stay at their place in a page.
+
+    The kernel copies whole pages three times as fast as bytes that move within their page.
+
+    Args:
+        spans: Where the tensors will lie, counted from the end of the header.
+        origins: Where the bytes of some of them lie in the files that they are copied from.
+
+    Returns:
+        A multiple of 8 below the size of a page.
+
+    >>> best_phase({"a": (0, 10), "b": (10, 5000)}, {"a": 4096, "b": 4096 + 18})
+    8
+    """
+    votes = {0: 0}
+    for name in origins.keys() & spans.keys():
+        begin, end = spans[name]
+        phase = (origins[name] - begin) % PAGE
+        if phase % 8 == 0:
+            votes[phase] = votes.get(phase, 0) + end - begin
+    return max(votes, key=lambda phase: (votes[phase], -phase))
+
+
 def build_header(
-    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], path: str | os.PathLike[str]
+    specs: Mapping[str, TensorSpec],
+    metadata: Mapping[str, str],
+    path: str | os.PathLike[str],
+    *,
+    origins: Mapping[str, int] | None = None,
 ) -> tuple[bytes, dict[str, int]]:
     """Word the header of a file with its length in front, and say where each tensor begins.
 
-    Names keep their order; the data is laid out widest dtype first, so that every tensor is aligned.
+    Args:
+        specs: The tensors; names keep their order.
+        metadata: The entries of ``__metadata__``.
+        path: The file, for messages.
+        origins: Where the bytes of tensors lie in the files that they are copied from; the header is then
+            filled up so that most bytes keep their place within a page (see ``best_phase``).
 
     Returns:
         The first bytes of the file, a multiple of 8, and per tensor the offset of its first byte in the file.
@@ -296,30 +346,29 @@ def build_header(
     odd = [key for key, value in metadata.items() if not _is_entry(key, value)]
     if odd:
         raise Unsupported(f"{os.fspath(path)}: metadata maps strings to strings; these do not: {listing(odd)}.")
+    spans = lay_out(specs)
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    entries.update({name: _entry(spec) for name, spec in specs.items()})
-    relative: dict[str, int] = {}
-    end = 0
-    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-        relative[name], end = end, end + spec.nbytes
-        entries[name]["data_offsets"] = [relative[name], end]
+    entries.update({name: _entry(spec, spans[name]) for name, spec in specs.items()})
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    if origins:
+        text += b" " * ((best_phase(spans, origins) - 8 - len(text)) % PAGE)
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise Unsupported(
             f"{os.fspath(path)}: the header would have {len(text)} bytes, and readers accept {MAX_HEADER}. "
             "Use a smaller max_shard_size."
         )
-    return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + at for name, at in relative.items()}
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, {name: start + spans[name][0] for name in specs}
 
 
 def _is_entry(key: object, value: object) -> bool:
     return isinstance(key, str) and isinstance(value, str) and is_text(key) and is_text(value)
 
 
-def _entry(spec: TensorSpec) -> dict[str, Any]:
+def _entry(spec: TensorSpec, span: tuple[int, int]) -> dict[str, Any]:
     code = _CODES[spec.dtype]
     shape = list(spec.shape)
     if code == "F4":
         shape[-1] *= 2
-    return {"dtype": code, "shape": shape}
+    return {"dtype": code, "shape": shape, "data_offsets": list(span)}

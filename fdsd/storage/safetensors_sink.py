@@ -123,6 +123,7 @@ class SafetensorsSink:
         *,
         metadata: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
+        origins: Mapping[str, Extent] | None = None,
         overwrite: bool = False,
         durable: bool = True,
     ) -> SafetensorsSink:
@@ -133,6 +134,7 @@ class SafetensorsSink:
             specs: The tensors, in order; aliases may be among them.
             metadata: More entries for ``__metadata__``; ``format: pt`` is there by itself.
             aliases: Alias to owner; aliases are recorded, not stored.
+            origins: Where bytes of tensors lie that will be copied; it only makes the copies faster.
             overwrite: Whether an existing file may be replaced.
             durable: Whether the commit waits until the bytes are on the disk.
 
@@ -151,7 +153,7 @@ class SafetensorsSink:
 
         def begin() -> None:
             sink._folders = make_folder(path.parent)
-            draft = sink._begin_file(path, stored, metadata or {})
+            draft = sink._begin_file(path, stored, metadata or {}, origins or {})
             sink._placement = Placement(path.parent, [], draft, durable=durable)
 
         return sink._guarded(begin)
@@ -165,6 +167,7 @@ class SafetensorsSink:
         max_shard_size: str | SupportsIndex = "5GB",
         metadata: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
+        origins: Mapping[str, Extent] | None = None,
         overwrite: bool = False,
         durable: bool = True,
     ) -> SafetensorsSink:
@@ -176,6 +179,7 @@ class SafetensorsSink:
             max_shard_size: The most bytes of tensors in one file, as ``"5GB"`` or a number.
             metadata: More entries for the ``__metadata__`` of each file.
             aliases: Alias to owner; aliases are recorded, not stored.
+            origins: Where bytes of tensors lie that will be copied; it only makes the copies faster.
             overwrite: Whether a checkpoint in the folder may be replaced. Files of the old one that the new
                 one does not have are removed after the new index stands (see ``placing``).
             durable: Whether the commit waits until the bytes are on the disk.
@@ -199,7 +203,7 @@ class SafetensorsSink:
 
         def begin() -> None:
             sink._folders = make_folder(path)
-            sink._begin_folder(shards, metadata or {})
+            sink._begin_folder(shards, metadata or {}, origins or {})
 
         return sink._guarded(begin)
 
@@ -211,10 +215,12 @@ class SafetensorsSink:
             raise
         return self
 
-    def _begin_folder(self, shards: Sequence[Sequence[str]], metadata: Mapping[str, str]) -> None:
+    def _begin_folder(
+        self, shards: Sequence[Sequence[str]], metadata: Mapping[str, str], origins: Mapping[str, Extent]
+    ) -> None:
         files: dict[str, str] = {}
         for file, names in zip(shard_names(len(shards)), shards, strict=True):
-            self._begin_file(self.path / file, {name: self._specs[name] for name in names}, metadata)
+            self._begin_file(self.path / file, {name: self._specs[name] for name in names}, metadata, origins)
             files.update(dict.fromkeys(names, file))
         parts = self._drafts[:] if len(shards) > 1 else []
         if parts:
@@ -226,9 +232,16 @@ class SafetensorsSink:
         roots = (INDEX_NAME, SINGLE_NAME)
         self._placement = Placement(self.path, parts, self._drafts[-1], roots, old, self._durable)
 
-    def _begin_file(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Draft:
+    def _begin_file(
+        self,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        metadata: Mapping[str, str],
+        origins: Mapping[str, Extent],
+    ) -> Draft:
         entries = {"format": "pt", **metadata, **write_ties(self._ties, specs)}
-        head, offsets = build_header(specs, entries, path)
+        places = {name: origins[name].offset for name in specs if name in origins}
+        head, offsets = build_header(specs, entries, path, origins=places)
         sizes = {name: spec.nbytes for name, spec in specs.items()}
         draft = self._begin_draft(path, head, len(head) + sum(sizes.values()))
         self._slots.update({n: _Slot(draft, offsets[n], sizes[n], spec) for n, spec in specs.items()})

@@ -16,11 +16,14 @@ __all__ = ["pipelines_for", "pipelines_for_all"]
 
 
 @st.composite
-def pipelines_for(draw: st.DrawFn, source: Mapping[str, Any], exact: bool, max_steps: int) -> Pipeline:
+def pipelines_for(
+    draw: st.DrawFn, source: Mapping[str, Any], exact: bool = False, structural: bool = False, max_steps: int = 4
+) -> Pipeline:
     """Give pipelines that fit a source."""
     state: StateDict[Any] = specs(source)
     made = identity
-    verbs = EXACT if exact else (*EXACT, *OTHERS)
+    known = EXACT if exact else (*EXACT, *OTHERS)
+    verbs = [verb for verb in known if not (structural and verb.computes)]
     for number in range(draw(st.integers(0, max_steps))):
         fitting = [verb for verb in verbs if verb.fits(state)]
         if not fitting:

@@ -91,6 +91,7 @@ class Verb:
     make: Callable[[Scene], Pipeline]
     fits_tensor: Fits | None = None
     fits_state: Callable[[StateDict[Any]], bool] = field(default=lambda state: True)
+    computes: bool = field(default=False, kw_only=True)
 
     def fits(self, state: StateDict[Any]) -> bool:
         """Tell whether it can be made for a state."""
@@ -343,15 +344,15 @@ EXACT = (
     Verb(_concat, fits_state=lambda state: bool(_pairs(state))),
     Verb(_stack, fits_state=lambda state: bool(_indexed(state))),
     Verb(_unstack, _is_nonempty_in_some_dim),
-    Verb(_widen, _widens),
+    Verb(_widen, _widens, computes=True),
 )
 """Verbs that are exact once they are bound."""
 
 OTHERS = (
-    Verb(_cast, _is_real),
-    Verb(_add, _adds),
-    Verb(_map, _moves_plainly),
-    Verb(_untie, fits_state=_has_names),
+    Verb(_cast, _is_real, computes=True),
+    Verb(_add, _adds, computes=True),
+    Verb(_map, _moves_plainly, computes=True),
+    Verb(_untie, fits_state=_has_names, computes=True),
     Verb(_crop, _has_dims),
     Verb(_choose, fits_state=_has_names),
     Verb(_insert, _any),

@@ -31,7 +31,7 @@ def assert_same(
         actual: What came out: a tensor, a mapping of names to leaves, an ``OptimState`` or a ``TrainState``. Lazy
             tensors are read.
         expected: What should have come out, of the same kind (any mapping will do for a state dict).
-        order: Whether names must stand in the same order.
+        order: Whether names must stand in the same order, those in parameter groups too.
         tied: Whether the same names must be tied. (Tensors without elements are not looked at.)
         nans_equal: Whether NaNs are equal whatever their bits, as after a cast.
 
@@ -49,7 +49,7 @@ def assert_same(
     """
     if _kind(actual) != _kind(expected):
         raise AssertionError(f"A {_kind(expected)} was expected, not a {_kind(actual)}.")
-    left, right = _flat(actual), _flat(expected)
+    left, right = _flat(actual, order), _flat(expected, order)
     wrong = [name for name in left if name in right and not _same_leaf(left[name], right[name], nans_equal)]
     faults: list[str] = []
     if wrong or left.keys() != right.keys():
@@ -71,24 +71,24 @@ def _kind(state: Any) -> str:
     return "tensor" if spec_of(state) is not None else type(state).__name__
 
 
-def _flat(state: Any) -> dict[str, Any]:
+def _flat(state: Any, order: bool) -> dict[str, Any]:
     """Give all leaves by a path, with lazy tensors read."""
-    made = dict(_paths(state))
+    made = dict(_paths(state, order))
     lazy = {path: leaf for path, leaf in made.items() if isinstance(leaf, Lazy)}
     return {**made, **dict(zip(lazy, evaluate(list(lazy.values())), strict=True))}
 
 
-def _paths(state: Any) -> Iterator[tuple[str, Any]]:
+def _paths(state: Any, order: bool) -> Iterator[tuple[str, Any]]:
     if isinstance(state, TrainState):
         yield from state.model.items()
         if state.optim is not None:
-            yield from [(f"optim.{path}", leaf) for path, leaf in _paths(state.optim)]
+            yield from [(f"optim.{path}", leaf) for path, leaf in _paths(state.optim, order)]
         yield from [(f"extra.{key}", value) for key, value in state.extra.items()]
     elif isinstance(state, OptimState):
         for slot, column in state.slots.items():
             yield from [(f"slots[{slot!r}].{fqn}", leaf) for fqn, leaf in column.items()]
         for number, group in enumerate(state.groups):
-            yield f"groups[{number}].fqns", (group.fqns, group.named)
+            yield f"groups[{number}].fqns", (group.fqns if order else tuple(sorted(group.fqns)), group.named)
             yield from [(f"groups[{number}].{key}", value) for key, value in group.options.items()]
         yield from [(f"extra.{key}", value) for key, value in state.extra.items()]
     elif isinstance(state, Mapping):

@@ -57,7 +57,11 @@ def states(spec: Mapping[str, Any] | None = None, *, unique: bool = True) -> Sea
 
 
 def pipelines(
-    source: Mapping[str, Any] | None = None, *, exact: bool = False, max_steps: int = 4
+    source: Mapping[str, Any] | None = None,
+    *,
+    exact: bool = False,
+    structural: bool = False,
+    max_steps: int = 4,
 ) -> SearchStrategy[Pipeline]:
     """A strategy of pipelines of random verbs.
 
@@ -65,6 +69,7 @@ def pipelines(
         source: The state, or its specs, that they fit. Without it they fit every state: renames and choices that
             may match nothing.
         exact: Whether they are exact once they are bound to the source; otherwise some have no inverse.
+        structural: Whether they move elements only and compute no values, so that they lift to an optimizer's state.
         max_steps: How many verbs there are at most.
 
     Raises:
@@ -81,4 +86,4 @@ def pipelines(
     _require_hypothesis("pipelines")
     from fdsd.testing._pipelines import pipelines_for, pipelines_for_all
 
-    return pipelines_for_all(max_steps) if source is None else pipelines_for(source, exact, max_steps)
+    return pipelines_for_all(max_steps) if source is None else pipelines_for(source, exact, structural, max_steps)

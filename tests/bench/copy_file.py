@@ -53,9 +53,10 @@ def kernel_copy(source: Path, target: Path, durable: bool = True) -> None:
     """Rename every tensor; the kernel copies the bytes."""
     opened = SafetensorsSource(source)
     specs = {f"model.{name}": spec for name, spec in opened.specs().items()}
-    with SafetensorsSink.create(target, specs, durable=durable) as sink:
-        for name in opened.specs():
-            sink.copy(f"model.{name}", 0, opened.extent(name))
+    extents = {f"model.{name}": opened.extent(name) for name in opened.specs()}
+    with SafetensorsSink.create(target, specs, durable=durable, origins=extents) as sink:
+        for name, extent in extents.items():
+            sink.copy(name, 0, extent)
 
 
 def through_memory(source: Path, target: Path) -> None:

@@ -64,7 +64,7 @@ def test_deferring_keeps_ties_and_objects(state: StateDict[Any]) -> None:
 
 @given(train_states(), st.data())
 def test_lazy_equals_eager_for_training_states(state: TrainState, data: st.DataObject) -> None:
-    p = data.draw(pipelines(state.model, exact=True).filter(lambda p: "cast" not in repr(p)))
+    p = data.draw(pipelines(state.model, exact=True, structural=True))
     assert state.optim is not None
     slots = {slot: defer(column) for slot, column in state.optim.slots.items()}
     lazy = TrainState(defer(state.model), state.optim.replace(slots=slots), state.extra)

@@ -146,4 +146,6 @@ class Same(_Pointwise):
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return movable(x.resolve_conj().resolve_neg().contiguous()).reshape(-1).view(torch.uint8)
+    packed = movable(x.resolve_conj().resolve_neg().contiguous())
+    # A tensor of one element counts as contiguous whatever its strides are, and a view of bytes does mind them.
+    return packed.as_strided((packed.numel(),), (1,)).view(torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,17 +28,17 @@ def test_printable_is_printable_and_keeps_what_was(text: str) -> None:
 
 @given(st.text(st.characters(exclude_categories=[])), st.sampled_from(["ascii", "utf-8", "latin-1", "cp1252"]))
 def test_every_text_can_be_written(text: str, encoding: str) -> None:
-    raw = io.BytesIO()
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding, newline="") for name in ("stdout", "stderr")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, newline=""))
+        for name, stream in streams.items():
+            patch.setattr(sys, name, stream)
         Console().line(text)
-        sys.stdout.flush()
-        first = sys.stdout  # closed with its buffer when it is collected
-        patch.setattr(sys, "stderr", io.TextIOWrapper(raw, encoding=encoding, newline=""))
         complain(text)
-        written = raw.getvalue().decode(encoding)
-        assert first is not None
-    assert all(c == "\n" or c.isprintable() for c in written)
+    for stream in streams.values():
+        stream.seek(0)
+        written = stream.read()
+        assert written.endswith("\n")
+        assert all(c == "\n" or c.isprintable() for c in written)
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,18 +48,18 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def on_a_terminal(command: list[str], environment: dict[str, str]) -> tuple[int, bytes]:
     """Run a command on a terminal of its own; give its exit code and what it showed."""
-    pty = pytest.importorskip("pty")
-    pid, descriptor = pty.fork()
-    if pid == 0:  # pragma: no cover  (the child)
-        os.execve(command[0], command, environment)
-    shown = b""
-    try:
-        while block := os.read(descriptor, 4096):
-            shown += block
-    except OSError:  # the end, on Linux
-        pass
-    os.close(descriptor)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
+    ours, theirs = os.openpty()
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with subprocess.Popen(command, env=environment, **streams) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while block := os.read(ours, 4096):
+                shown += block
+        except OSError:  # the end, on Linux
+            pass
+        os.close(ours)
+    return process.returncode, shown
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals of POSIX")
@@ -100,5 +101,3 @@ def test_progress_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stderr", None)
     with Progress("saving", 10) as progress:
         progress.advance(10)
-
-

@@ -25,16 +25,12 @@ def test_as_it_is(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     assert same(fdsd.open(model), fdsd.open(tmp_path / "b.safetensors"))
 
 
-def test_with_a_pipeline_and_a_dtype(
-    run: Callable[..., Any], model: Path, rules: Path, tmp_path: Path
-) -> None:
+def test_with_a_pipeline_and_a_dtype(run: Callable[..., Any], model: Path, rules: Path, tmp_path: Path) -> None:
     target = tmp_path / "b.safetensors"
     assert run("convert", model, target, "--pipeline", f"{rules}:fused", "--dtype", "bfloat16").code == 0
     made, source = fdsd.open(target), fdsd.materialize(fdsd.open(model))
     parts = [source[f"encoder.layer.1.attention.self.{x}.weight"] for x in ("query", "key", "value")]
-    assert torch.equal(
-        fdsd.materialize(made)["h.1.qkv.weight"], torch.cat(parts).to(torch.bfloat16)
-    )
+    assert torch.equal(fdsd.materialize(made)["h.1.qkv.weight"], torch.cat(parts).to(torch.bfloat16))
     dtypes = {name: spec.dtype for name, spec in fdsd.specs(made).items()}
     assert dtypes.pop("embeddings.position_ids") is torch.int64
     assert set(dtypes.values()) == {torch.bfloat16}
@@ -103,15 +99,30 @@ def test_options_that_do_not_fit(
     assert not (tmp_path / "b.safetensors").exists()
 
 
+@pytest.mark.parametrize("name", ["b.gguf", "b.h5", "b.safetensors.index.json"])
+def test_formats_that_are_not_written(run: Callable[..., Any], model: Path, tmp_path: Path, name: str) -> None:
+    assert "a format that is not written here" in run("convert", model, tmp_path / name).refused()
+    assert not (tmp_path / name).exists()
+
+
+def test_a_folder_may_have_a_dot(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    assert run("convert", model, tmp_path / "model-3.1").code == 0
+    assert same(fdsd.open(model), fdsd.open(tmp_path / "model-3.1"))
+
+
 FAILING = """\
 import torch, fdsd
 
 def spoil(x):
     raise ZeroDivisionError("on purpose")
 
+def stop(x):
+    raise KeyboardInterrupt
+
 spec = fdsd.TensorSpec((10, 4), torch.float32)
 late = fdsd.map_tensors(spoil, "embeddings.word_embeddings.weight", spec=spec)
 wrong = fdsd.pipe(fdsd.drop("nothing?"), fdsd.rename_fqns({"encoder.layr.{i}.{r...}": "h.{i}.{r...}"}))
+stopped = fdsd.map_tensors(stop, "embeddings.word_embeddings.weight", spec=spec)
 big = fdsd.map_tensors(lambda x: x + 1, "embeddings.word_embeddings.weight", spec=spec)
 """
 
@@ -142,6 +153,21 @@ def test_a_failure_leaves_the_destination_as_it_was(
     assert all(text in paragraph for text in said), paragraph
     assert [path.name for path in target.parent.iterdir()] == ["b.safetensors"]
     assert target.read_bytes() == before
+
+
+def test_an_interrupt_leaves_the_destination_as_it_was(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(FAILING)
+    target = tmp_path / "out" / "b.safetensors"
+    argv = ("convert", model, target, "--overwrite", "--pipeline", f"{tmp_path / 'rules.py'}:stopped")
+    for before in (None, b"old"):
+        if before is not None:
+            target.parent.mkdir()
+            target.write_bytes(before)
+        ran = run(*argv)
+        assert (ran.code, ran.out, ran.err) == (130, "", "fdsd convert: interrupted.\n")
+        left = list(target.parent.iterdir()) if target.parent.exists() else []
+        assert left == ([] if before is None else [target])
+    assert target.read_bytes() == b"old"
 
 
 def test_a_result_that_no_file_can_hold(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -54,9 +54,7 @@ def test_demo(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["rewritten.safetensors"]
     kept = fdsd.open(tmp_path / "kept" / "rewritten.safetensors")
     assert fdsd.diff(kept, pipeline()(fdsd.open(model))).same
-    assert "exists. Give --keep another folder." in run(
-        "demo", "--model", model, "--keep", tmp_path / "kept"
-    ).refused()
+    assert "exists. Give --keep another folder." in run("demo", "--model", model, "--keep", tmp_path / "kept").refused()
 
 
 def test_demo_leaves_nothing_behind(
@@ -104,9 +102,7 @@ def test_demo_says_when_the_round_trip_differs(
     assert "elements differ" in ran.out and "byte for byte" not in ran.out
 
 
-def test_demo_without_its_model(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_without_its_model(run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = ModuleSpec(PACKAGE, None, is_package=True)
     nothing.submodule_search_locations = [str(tmp_path)]
     for found in (None, nothing):

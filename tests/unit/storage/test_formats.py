@@ -55,7 +55,7 @@ def test_a_folder_with_a_torch_file(tmp_path: Path) -> None:
     assert detect(tmp_path) == "torch"
     assert list(open_source(tmp_path).specs()) == ["a"]
     write_torch(tmp_path / "model.pt")
-    with pytest.raises(BadFile, match="several torch files: 'model.pt', 'pytorch_model.bin'"):
+    with pytest.raises(BadFile, match=r"several torch files: 'model.pt', 'pytorch_model.bin'"):
         open_source(tmp_path)
     save_file(STATE, tmp_path / "model.safetensors")
     assert detect(tmp_path) == "safetensors"
@@ -82,7 +82,7 @@ def test_what_is_not_known_is_told_what_is(tmp_path: Path, make: Any) -> None:
     make(path)
     with pytest.raises(Unsupported, match=r"x\.gguf has no format .*'safetensors' \(.*'torch' \(\.pt, .*format="):
         detect(path)
-    with pytest.raises(Unsupported, match="format='gguf' is not known.*'safetensors'"):
+    with pytest.raises(Unsupported, match=r"format='gguf' is not known.*'safetensors'"):
         detect(path, "gguf")
 
 

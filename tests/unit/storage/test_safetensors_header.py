@@ -106,7 +106,7 @@ def test_all_offenders_are_named() -> None:
 
 def test_at_most_ten_offenders_are_shown() -> None:
     text = "{" + ",".join(f'"t{i:02}":{tensor("F99")}' for i in range(13)) + "}"
-    with pytest.raises(BadFile, match="'t09' [^;]*; and 3 more"):
+    with pytest.raises(BadFile, match=r"'t09' [^;]*; and 3 more"):
         parse_header(text.encode(), 8 + len(text) + 8, "x")
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import itertools
 import json
 import os
-import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from fdsd.data.errors import BadFile, DestinationExists, FdsdError, SpecMismatch, UnknownName, Unsupported
+from fdsd.data.errors import BadFile, DestinationExists, SpecMismatch, UnknownName, Unsupported
 from fdsd.data.protocols import Sink
 from fdsd.data.region import Region, Span
 from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import ties
-from fdsd.storage import drafts
-from fdsd.storage.files import DiskError
 from fdsd.storage.ranged import row_major
 from fdsd.storage.safetensors_sink import SafetensorsSink
 from fdsd.storage.safetensors_source import SafetensorsSource
 
-from .conftest import of_dtype, raw, tree
-
-Make = Callable[..., SafetensorsSink]
-
-
-def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(value.shape, value.dtype) for name, value in tensors.items()}
-
-
-def save(path: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
-    """Save as one file or, with ``max_shard_size``, as a folder."""
-    make: Make = SafetensorsSink.create_folder if "max_shard_size" in options else SafetensorsSink.create
-    with make(path, specs_of(tensors), **options) as sink:
-        for name, value in tensors.items():
-            if name not in sink.aliases:
-                sink.write(name, 0, value)
-
-
-def assert_holds(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    source = SafetensorsSource(path)
-    assert list(source.specs()) == list(tensors)
-    for name, value in tensors.items():
-        out = torch.empty_like(value)
-        source.read(name, Region.whole(value.shape), out)
-        assert raw(out) == raw(value), name
-
+from .conftest import assert_holds, of_dtype, raw, save, specs_of, tree
 
 MIXED = {
     "z": torch.arange(3, dtype=torch.uint8),
@@ -117,7 +88,7 @@ def test_regions_are_written_where_they_belong(tmp_path_factory: pytest.TempPath
     with SafetensorsSink.create(path, {"a": spec}, durable=False) as sink:
         assert isinstance(sink, Sink)
         assert list(sink.wanted("a")) == [Region.whole(value.shape)]
-        for low, high in data.draw(st.permutations(list(zip(cuts, cuts[1:], strict=False)))):
+        for low, high in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
             for rows in (Span(0, ((2, 2),)), Span(1, ((2, 2),))):
                 region = Region((rows, Span(low, ((high - low, 1),)), Span(0, ((2, 1),))))
                 strides, offset = region.strides(row_major(value.shape))
@@ -314,7 +285,7 @@ def test_a_commit_demands_every_byte(tmp_path: Path) -> None:
     sink.write("c", 0, bytes(2))
     sink.write("c", 0, bytes(2))
     sink.write("d", 2, bytes(2))
-    with pytest.raises(BadFile, match="3 of 5 tensors were not written wholly: 'b', 'c', 'd'. Nothing was put"):
+    with pytest.raises(BadFile, match=r"3 of 5 tensors were not written wholly: 'b', 'c', 'd'. Nothing was put"):
         sink.commit()
     assert os.listdir(tmp_path) == []
     for again in (sink.commit, lambda: sink.write("a", 0, b"")):
@@ -329,313 +300,3 @@ def test_many_scattered_writes_are_counted(tmp_path: Path) -> None:
             for at in range(start, 20000, 2):
                 sink.write("a", at, bytes([at % 251]))
     assert load_file(path)["a"].tolist() == [at % 251 for at in range(20000)]
-
-
-# ------------------------------------------------------------------------- disks, interrupts, crashes
-
-
-@contextlib.contextmanager
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int, error: BaseException) -> Iterator[list[int]]:
-    """Let a call of the system fail from its ``after``-th use on."""
-    calls = [0]
-    real = getattr(os, name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > after:
-            raise error
-        return real(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, name, call)
-        yield calls
-
-
-OLD = {"a": torch.arange(6.0), "b": torch.arange(3.0), "c": torch.arange(4.0), "old": torch.arange(2.0)}
-NEW = {"a": torch.arange(6.0) + 50, "b": torch.arange(3.0) + 60, "c": torch.arange(4.0) + 70, "new": torch.ones(2)}
-FULL = OSError(errno.ENOSPC, "No space left on device")
-KINDS = {
-    "file to file": (None, None),
-    "one to one": ("1MB", "1MB"),
-    "one to shards": ("1MB", "16B"),
-    "shards to one": ("16B", "1MB"),
-    "same shards": ("16B", "16B"),
-    "fewer shards": ("16B", "24B"),
-}
-
-
-def options_of(size: str | None) -> dict[str, Any]:
-    return {} if size is None else {"max_shard_size": size}
-
-
-def destination(tmp_path: Path, size: str | None) -> Path:
-    return tmp_path / ("x.safetensors" if size is None else "folder")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_checkpoint_replaces_the_old_one_wholly(tmp_path: Path, kind: str) -> None:
-    old, new = KINDS[kind]
-    path = destination(tmp_path, old)
-    save(path, OLD, **options_of(old))
-    save(path, NEW, overwrite=True, **options_of(new))
-    fresh = tmp_path / "fresh" / path.name
-    save(fresh, NEW, **options_of(new))
-    assert tree(path if path.is_dir() else path.parent / "fresh") == tree(fresh if fresh.is_dir() else fresh.parent)
-    assert_holds(path, NEW)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full disk", "interrupt"])
-@pytest.mark.parametrize("call", ["pwrite", "copy_file_range", "ftruncate", "fsync", "fchmod"])
-def test_a_failure_while_writing_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: BaseException, call: str
-) -> None:
-    if call == "ftruncate":
-        monkeypatch.setattr(drafts, "_fallocate", None)
-    old, new = KINDS[kind]
-    path = destination(tmp_path, old)
-    save(path, OLD, **options_of(old))
-    save_file(NEW, tmp_path / "source")
-    source = SafetensorsSource(tmp_path / "source")
-    before = tree(tmp_path)
-    make: Make = SafetensorsSink.create if new is None else SafetensorsSink.create_folder
-    for after in range(200):
-        with failing(monkeypatch, call, after, error) as calls, contextlib.suppress(DiskError, KeyboardInterrupt):
-            with make(path, specs_of(NEW), overwrite=True, **options_of(new)) as sink:
-                for name, value in NEW.items():
-                    if name in ("a", "b"):
-                        sink.copy(name, 0, source.extent(name))
-                    else:
-                        sink.write(name, 0, value)
-        if calls[0] <= after or (call == "fchmod" and isinstance(error, OSError)):
-            break
-        if call == "fsync" and tree(tmp_path) != before:
-            continue  # the folder's own sync comes after the renames, and is a courtesy
-        assert tree(tmp_path) == before
-    else:
-        raise AssertionError("the call never stopped failing")
-    assert after > 0 or call == "fchmod"
-    assert_holds(path, NEW)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["fault", "^C"])
-@pytest.mark.parametrize("call", ["rename", "replace"])
-def test_a_failure_while_renaming_undoes_the_renames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: BaseException, call: str
-) -> None:
-    old, new = KINDS[kind]
-    path = destination(tmp_path, old)
-    save(path, OLD, **options_of(old))
-    before = tree(tmp_path)
-    after = 0
-    while True:
-        real = getattr(os, call)
-        calls = [0]
-
-        def once(*args: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == after + 1:
-                raise error
-            return real(*args)
-
-        with monkeypatch.context() as patch, contextlib.suppress(DiskError, KeyboardInterrupt):
-            patch.setattr(os, call, once)
-            save(path, NEW, overwrite=True, **options_of(new))
-        if calls[0] <= after:
-            break
-        assert tree(tmp_path) == before
-        after += 1
-    assert_holds(path, NEW)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_crash_at_any_rename_or_removal_never_leaves_a_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """After the crash nothing runs any more, so that all later calls fail; what stands must be read as one whole."""
-    old, new = KINDS[kind]
-    after, seen = 0, set()
-    while True:
-        path = destination(tmp_path / str(after), old)
-        save(path, OLD, **options_of(old))
-        count = [0]
-
-        def crashing(real: Any) -> Any:
-            def call(*args: Any, **options: Any) -> Any:
-                count[0] += 1
-                if count[0] > after:
-                    raise OSError(errno.EIO, "crashed")
-                return real(*args, **options)
-
-            return call
-
-        with monkeypatch.context() as patch, contextlib.suppress(OSError):
-            for name in ("rename", "replace", "unlink"):
-                patch.setattr(os, name, crashing(getattr(os, name)))
-            save(path, NEW, overwrite=True, **options_of(new))
-        try:
-            names = list(SafetensorsSource(path).specs())
-            assert_holds(path, NEW if names == list(NEW) else OLD)
-            seen.add("new" if names == list(NEW) else "old")
-        except BadFile as error:
-            assert any(words in str(error) for words in ("cut off", "which are two checkpoints"))
-            hidden = [data for name, data in tree(path).items() if ".fdsd-" in name]
-            visible = [data for name, data in tree(path).items() if ".fdsd-" not in name]
-            assert all(any(raw(value) in data for data in hidden + visible) for value in [*OLD.values(), *NEW.values()])
-            seen.add("asks")
-            save(path, NEW, overwrite=True, **options_of(new))
-            assert_holds(path, NEW)
-            assert not [name for name in os.listdir(path) if name.startswith(".fdsd-old-")]
-        if count[0] <= after:
-            break
-        after += 1
-    assert {"old", "new"} <= seen
-    assert ("asks" in seen) == (kind in ("same shards", "one to shards", "shards to one"))
-
-
-def test_an_interrupt_just_after_the_last_rename_leaves_the_new_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, OLD, max_shard_size="16B")
-    real = os.replace
-
-    def replace(source: Any, target: Any) -> None:
-        real(source, target)
-        if str(target).endswith("index.json"):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", replace)
-        save(tmp_path, NEW, max_shard_size="16B", overwrite=True)
-    assert_holds(tmp_path, NEW)
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".fdsd")]
-
-
-def test_old_files_that_cannot_be_removed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, OLD, max_shard_size="16B")
-    real = os.unlink
-
-    def unlink(path: Any) -> None:
-        if str(path).endswith("model-00002-of-00004.safetensors"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        real(path)
-
-    with monkeypatch.context() as patch, pytest.raises(DiskError, match="stands, but .*removed: 'model-00002-of-00004"):
-        patch.setattr(os, "unlink", unlink)
-        save(tmp_path, NEW, max_shard_size="1MB", overwrite=True)
-    assert_holds(tmp_path, NEW)
-
-
-def test_a_full_disk_is_an_error_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fallocate(*_: Any) -> int:
-        import ctypes
-
-        ctypes.set_errno(errno.ENOSPC)
-        return -1
-
-    monkeypatch.setattr(drafts, "_fallocate", fallocate)
-    with pytest.raises(DiskError, match=r"x: \d+ bytes could not be reserved: No space left on device") as caught:
-        SafetensorsSink.create(tmp_path / "new" / "x", specs_of(MIXED))
-    assert caught.value.errno == errno.ENOSPC and isinstance(caught.value, FdsdError)
-    assert "make room or choose another place" in str(caught.value)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR], ids=errno.errorcode.get)
-def test_file_systems_that_cannot_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    codes = [code]
-
-    def fallocate(*_: Any) -> int:
-        import ctypes
-
-        ctypes.set_errno(codes.pop() if codes else errno.EOPNOTSUPP)
-        return -1
-
-    monkeypatch.setattr(drafts, "_fallocate", fallocate)
-    save(tmp_path / "x", MIXED)
-    assert_holds(tmp_path / "x", MIXED)
-
-
-def test_a_system_without_these_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "_fallocate", None)
-    monkeypatch.setattr(drafts, "_sync_file_range", None)
-    monkeypatch.setattr(drafts, "_WRITEBACK", 1)
-    monkeypatch.delattr(os, "copy_file_range")
-    save(tmp_path / "x", MIXED)
-    assert_holds(tmp_path / "x", MIXED)
-
-
-@pytest.mark.parametrize("limit", [100, 200_000])
-def test_a_real_limit_on_file_sizes(tmp_path: Path, fresh_python: Callable[..., str], limit: int) -> None:
-    path = tmp_path / "x.safetensors"
-    save(path, OLD)
-    before = tree(tmp_path)
-    code = """
-import resource, sys, torch
-from fdsd.data.spec import TensorSpec
-from fdsd.storage.files import DiskError
-from fdsd.storage.safetensors_sink import SafetensorsSink
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
-    with SafetensorsSink.create(sys.argv[1], {"a": TensorSpec((100_000,), torch.float32)}, overwrite=True) as sink:
-        sink.write("a", 0, torch.arange(100_000.0))
-except DiskError as error:
-    print(error)
-"""
-    assert "x.safetensors" in fresh_python(code, str(path), str(limit))
-    assert tree(tmp_path) == before
-
-
-def test_writing_out_begins_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(drafts, "_sync_file_range", lambda *args: calls.append(args) or 0)
-    monkeypatch.setattr(drafts, "_WRITEBACK", 64)
-    save_file({"a": torch.arange(200.0)}, tmp_path / "source")
-    extent = SafetensorsSource(tmp_path / "source").extent("a")
-    for durable in (True, False):
-        with SafetensorsSink.create(
-            tmp_path / f"x{durable}", {"a": TensorSpec((200,), torch.float32)}, durable=durable
-        ) as sink:
-            sink.copy("a", 0, extent)
-        assert len(calls) >= 800 // 64
-    assert len(calls) <= 800 // 64 + 3
-
-
-# --------------------------------------------------------------------------------------- permissions
-
-
-def test_new_files_have_the_modes_that_open_gives(tmp_path: Path) -> None:
-    old = os.umask(0o027)
-    try:
-        save(tmp_path / "folder", OLD, max_shard_size="16B")
-        (tmp_path / "plain").open("w").close()
-    finally:
-        os.umask(old)
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in [*(tmp_path / "folder").iterdir(), tmp_path / "plain"]}
-    assert modes == {0o640}
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o444, 0o664])
-def test_a_replaced_file_keeps_its_mode(tmp_path: Path, mode: int) -> None:
-    path = tmp_path / "x"
-    save(path, OLD)
-    path.chmod(mode)
-    save(path, NEW, overwrite=True)
-    assert stat.S_IMODE(path.stat().st_mode) == mode
-    assert_holds(path, NEW)
-
-
-def test_a_name_that_is_too_long_is_an_error_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="File name too long"):
-        SafetensorsSink.create(tmp_path / ("x" * 300), {})
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("make", [SafetensorsSink.create, SafetensorsSink.create_folder])
-def test_a_folder_that_cannot_be_made(tmp_path: Path, make: Make) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(DiskError, match="file: the folder could not be made|x: the folder could not be made"):
-        make(tmp_path / "file" / "x", {})
-    with pytest.raises(BadFile, match="is no path"):
-        make("a\0b", {})

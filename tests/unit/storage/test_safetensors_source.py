@@ -146,7 +146,7 @@ def test_a_numbered_set_without_an_index_must_be_whole(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").unlink()
     assert_holds(SafetensorsSource(sharded), MANY)
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(BadFile, match="lacks files of a numbered set: 'model-00002-of-00003.safetensors'"):
+    with pytest.raises(BadFile, match=r"lacks files of a numbered set: 'model-00002-of-00003.safetensors'"):
         SafetensorsSource(sharded)
 
 
@@ -156,7 +156,7 @@ def test_a_folder_that_does_not_say_which(sharded: Path) -> None:
         SafetensorsSource(sharded)
     (sharded / "other.safetensors.index.json").unlink()
     save_file({"z": torch.ones(1)}, sharded / "model.safetensors")
-    with pytest.raises(BadFile, match="both 'model.safetensors' and 'model.safetensors.index.json'"):
+    with pytest.raises(BadFile, match=r"both 'model.safetensors' and 'model.safetensors.index.json'"):
         SafetensorsSource(sharded)
     assert_holds(SafetensorsSource(sharded / "model.safetensors"), {"z": torch.ones(1)})
     assert_holds(SafetensorsSource(sharded / "model.safetensors.index.json"), MANY)
@@ -207,9 +207,9 @@ def test_an_index_and_its_files_must_agree_and_all_offenders_are_named(tmp_path:
     write_index(tmp_path, {"a": one, "b": one, "c": two, "m1": one, "m2": two})
     with pytest.raises(
         BadFile,
-        match="the files lack: 'm1 in one.safetensors', 'm2 in two.safetensors'; "
-        "the index does not name: 'x1 in one.safetensors', 'x2 in two.safetensors'; "
-        "in another file than the index says: 'b in two.safetensors'",
+        match=r"the files lack: 'm1 in one.safetensors', 'm2 in two.safetensors'; "
+        r"the index does not name: 'x1 in one.safetensors', 'x2 in two.safetensors'; "
+        r"in another file than the index says: 'b in two.safetensors'",
     ):
         SafetensorsSource(tmp_path)
 
@@ -219,7 +219,7 @@ def test_all_missing_files_are_named(sharded: Path) -> None:
     broken = sharded / "model-00003-of-00003.safetensors"
     broken.unlink()
     broken.symlink_to("nowhere")
-    with pytest.raises(BadFile, match="names 2 files that are missing or broken links: 'model-00002.*', 'model-00003"):
+    with pytest.raises(BadFile, match=r"names 2 files that are missing or broken links: 'model-00002.*', 'model-00003"):
         SafetensorsSource(sharded)
 
 

@@ -41,7 +41,7 @@ def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
     ["", "GB", "5XB", "5 G B", "-1GB", "1e9", "0", 0, -3, True, 1.5, None, "inf", "1_000", "\u0665GB", "0.0001KB"],
 )
 def test_what_is_no_size_is_refused(size: object) -> None:
-    with pytest.raises(SpecMismatch, match="max_shard_size=.* is no size.*'5GB'"):
+    with pytest.raises(SpecMismatch, match=r"max_shard_size=.* is no size.*'5GB'"):
         parse_size(size)  # type: ignore[arg-type]
 
 

@@ -210,8 +210,7 @@ def test_changed_bytes_give_tensors_or_an_error_of_ours(tmp_path: Path, zipped: 
         path.write_bytes(changed)
         try:
             TorchFileSource(path)
-        except FdsdError as error:
-            assert "x.pt" in str(error)
+        except FdsdError:
             refused += 1
     assert refused > 20
 

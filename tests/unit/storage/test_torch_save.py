@@ -145,8 +145,8 @@ def test_a_failure_leaves_the_old_file(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    with monkeypatch.context() as patch, pytest.raises((DiskError, KeyboardInterrupt)):
-        patch.setattr(os, call, fail)
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises((DiskError, KeyboardInterrupt)):
         save_torch(tmp_path / "x.pt", {"a": torch.zeros(1)}, overwrite=True)
     assert tree(tmp_path) == before
 
