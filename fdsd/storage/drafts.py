@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import define
 
 from fdsd.storage.files import Extent, OpenFiles, copy_exactly, refuse, write_exactly
 
@@ -104,19 +104,24 @@ def sync_folder(path: Path) -> None:
             os.close(fd)
 
 
-@frozen
-class _Copy:
-    """Bytes of another file that are to be copied to an offset."""
+@define
+class _Batch:
+    """Bytes of another file that are to be copied to an offset, and may grow at the end."""
 
     extent: Extent
     offset: int
+    nbytes: int
     sources: OpenFiles
 
-    def join(self, other: _Copy) -> _Copy | None:
-        if self.offset + self.extent.nbytes != other.offset:
-            return None
-        joined = self.extent.join(other.extent)
-        return None if joined is None else _Copy(joined, self.offset, self.sources)
+    def take(self, extent: Extent, offset: int) -> bool:
+        """Take an extent in, if it comes just behind on both sides."""
+        mine = self.extent
+        if self.offset + self.nbytes != offset or mine.offset + self.nbytes != extent.offset:
+            return False
+        if mine.path != extent.path or mine.stamp != extent.stamp:
+            return False
+        self.nbytes += extent.nbytes
+        return True
 
 
 class Draft:
@@ -141,7 +146,7 @@ class Draft:
         self._files = files
         self._durable = durable
         self._written = 0
-        self._pending: _Copy | None = None
+        self._batch: _Batch | None = None
         self._lock = threading.Lock()
         try:
             fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -173,28 +178,27 @@ class Draft:
             sources: Where descriptors of the files to read from are kept.
         """
         with self._lock:
-            due, self._pending = self._pending, _Copy(extent, offset, sources)
-            if due is not None and (joined := due.join(self._pending)) is not None:
-                due, self._pending = None, joined
-                if joined.extent.nbytes >= _BATCH:
-                    due, self._pending = joined, None
+            batch = self._batch
+            if batch is None or not batch.take(extent, offset):
+                due, self._batch = batch, _Batch(extent, offset, extent.nbytes, sources)
+            else:
+                due, self._batch = (batch, None) if batch.nbytes >= _BATCH else (None, batch)
         self._copy(due)
 
     def flush(self) -> None:
         """Do the copy that still waits for a neighbour."""
         with self._lock:
-            due, self._pending = self._pending, None
+            due, self._batch = self._batch, None
         self._copy(due)
 
-    def _copy(self, due: _Copy | None) -> None:
+    def _copy(self, due: _Batch | None) -> None:
         if due is None:
             return
-        extent = due.extent
-        paths = (extent.path, str(self.path))
-        with due.sources.borrow(extent.path, extent.stamp) as source, self._files.borrow(str(self.temporary)) as fd:
-            for done in range(0, extent.nbytes, _WRITEBACK):
-                step = min(_WRITEBACK, extent.nbytes - done)
-                copy_exactly(source, extent.offset + done, fd, due.offset + done, step, paths=paths)
+        path, begin = due.extent.path, due.extent.offset
+        with due.sources.borrow(path, due.extent.stamp) as source, self._files.borrow(str(self.temporary)) as fd:
+            for done in range(0, due.nbytes, _WRITEBACK):
+                step = min(_WRITEBACK, due.nbytes - done)
+                copy_exactly(source, begin + done, fd, due.offset + done, step, paths=(path, str(self.path)))
                 self._start_writeback(fd, step)
 
     def _start_writeback(self, fd: int, count: int) -> None:

@@ -36,8 +36,10 @@ __all__ = [
 
 _STEP = 256 << 20
 """The most bytes one system call moves, so that an interrupt is noticed soon."""
-_BUFFER = 4 << 20
-"""The buffer of a copy that the kernel cannot do."""
+_BUFFER = 1 << 20
+"""The buffer of a copy that the kernel does not do; a larger one would not stay in a cache."""
+PAGE = 4096
+"""Bytes that the kernel copies in one piece, where they keep their place within it."""
 _NO_KERNEL_COPY = frozenset(
     [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EBADF]
 )
@@ -128,12 +130,6 @@ class Extent:
     offset: int
     nbytes: int
     stamp: FileStamp
-
-    def join(self, other: Extent) -> Extent | None:
-        """Give both as one, if the other one comes just behind."""
-        if (self.path, self.offset + self.nbytes, self.stamp) != (other.path, other.offset, other.stamp):
-            return None
-        return Extent(self.path, self.offset, self.nbytes + other.nbytes, self.stamp)
 
     def part(self, begin: int, end: int) -> Extent:
         """Give the bytes from ``begin`` to ``end`` of these.
@@ -273,7 +269,9 @@ def write_exactly(fd: int, memory: memoryview, offset: int, path: str | os.PathL
 def copy_exactly(
     source: int, source_offset: int, target: int, target_offset: int, length: int, *, paths: tuple[str, str]
 ) -> None:
-    """Copy bytes from one file to another: by the kernel where it can, else through a small buffer.
+    """Copy bytes from one file to another: by the kernel where it is fast, else through a small buffer.
+
+    The kernel takes three times as long for bytes that move within their page; the buffer does not.
 
     Args:
         source: Descriptor to read from.
@@ -287,7 +285,9 @@ def copy_exactly(
         BadFile: The source ends before.
         DiskError: The system refused.
     """
-    done = _kernel_copy(source, source_offset, target, target_offset, length, paths)
+    done = 0
+    if (source_offset - target_offset) % PAGE == 0:
+        done = _kernel_copy(source, source_offset, target, target_offset, length, paths)
     if done == length:
         return
     buffer = memoryview(bytearray(min(_BUFFER, length - done)))

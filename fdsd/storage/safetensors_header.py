@@ -21,7 +21,7 @@ from attrs import frozen
 
 from fdsd.data.errors import BadFile, SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec, dtype_name
-from fdsd.storage.files import FileStamp, read_exactly, refuse
+from fdsd.storage.files import PAGE, FileStamp, read_exactly, refuse
 from fdsd.storage.strict_json import as_list, as_object, is_text, parse_object
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "build_header", "check_storable", "parse_header", "read_header"]
@@ -29,7 +29,6 @@ __all__ = ["DTYPES", "MAX_HEADER", "Header", "build_header", "check_storable", "
 MAX_HEADER = 100_000_000
 """The longest header that the reference library reads."""
 METADATA = "__metadata__"
-PAGE = 4096
 _I64 = 2**63 - 1
 
 _NAMES = {
@@ -293,7 +292,7 @@ def lay_out(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
 def best_phase(spans: Mapping[str, tuple[int, int]], origins: Mapping[str, int]) -> int:
     """Choose where in a page the data should begin so that most bytes stay at their place in a page.
 
-    The kernel copies whole pages three times as fast as bytes that move within their page.
+    Only these can be copied by the kernel (see ``files.copy_exactly``).
 
     Args:
         spans: Where the tensors will lie, counted from the end of the header.

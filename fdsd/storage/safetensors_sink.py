@@ -125,7 +125,7 @@ class SafetensorsSink:
         aliases: Mapping[str, str] | None = None,
         origins: Mapping[str, Extent] | None = None,
         overwrite: bool = False,
-        durable: bool = True,
+        durable: bool | None = None,
     ) -> SafetensorsSink:
         """Begin to write one file.
 
@@ -136,7 +136,8 @@ class SafetensorsSink:
             aliases: Alias to owner; aliases are recorded, not stored.
             origins: Where bytes of tensors lie that will be copied; it only makes the copies faster.
             overwrite: Whether an existing file may be replaced.
-            durable: Whether the commit waits until the bytes are on the disk.
+            durable: Whether the commit waits until the bytes are on the disk; by default only if something
+                is replaced, which a power failure must not take away.
 
         Raises:
             DestinationExists: The path exists, and ``overwrite`` is false; or it is a folder.
@@ -149,6 +150,7 @@ class SafetensorsSink:
         _refuse_existing(path, [path.name] if os.path.lexists(path) else [], overwrite)
         stored, ties = split_ties(specs, aliases or {})
         check_storable({**stored, **dict.fromkeys(ties.owners, TensorSpec((), torch.bool))}, path)
+        durable = os.path.lexists(path) if durable is None else durable
         sink = cls(path, stored, ties, overwrite=overwrite, durable=durable)
 
         def begin() -> None:
@@ -169,7 +171,7 @@ class SafetensorsSink:
         aliases: Mapping[str, str] | None = None,
         origins: Mapping[str, Extent] | None = None,
         overwrite: bool = False,
-        durable: bool = True,
+        durable: bool | None = None,
     ) -> SafetensorsSink:
         """Begin to write a folder: ``model.safetensors``, or several files and their index.
 
@@ -182,7 +184,8 @@ class SafetensorsSink:
             origins: Where bytes of tensors lie that will be copied; it only makes the copies faster.
             overwrite: Whether a checkpoint in the folder may be replaced. Files of the old one that the new
                 one does not have are removed after the new index stands (see ``placing``).
-            durable: Whether the commit waits until the bytes are on the disk.
+            durable: Whether the commit waits until the bytes are on the disk; by default only if something
+                is replaced, which a power failure must not take away.
 
         Raises:
             DestinationExists: The folder has safetensors files, and ``overwrite`` is false; or it is a file.
@@ -199,7 +202,7 @@ class SafetensorsSink:
         stored, ties = split_ties(specs, aliases or {})
         check_storable({**stored, **dict.fromkeys(ties.owners, TensorSpec((), torch.bool))}, path)
         shards = plan_shards(stored, parse_size(max_shard_size))
-        sink = cls(path, stored, ties, overwrite=overwrite, durable=durable)
+        sink = cls(path, stored, ties, overwrite=overwrite, durable=bool(found) if durable is None else durable)
 
         def begin() -> None:
             sink._folders = make_folder(path)

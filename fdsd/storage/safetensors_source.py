@@ -68,14 +68,13 @@ class SafetensorsSource:
         else:
             _refuse_twice(self.path, read)
         self.files = tuple([file for file, _, _ in read])
-        self._extents = _extents(read)
-        ties, metadata = _ties(read, self._extents)
-        order = [*index.files] if index is not None else [*self._extents]
-        self._specs = _with_ties(
-            {name: spec for _, header, _ in read for name, spec in header.specs.items()},
-            ties,
-            ties.weave(order),
-        )
+        self._files: dict[str, _File] = {}
+        stored: dict[str, TensorSpec] = {}
+        for file in read:
+            self._files.update(dict.fromkeys(file[1].specs, file))
+            stored.update(file[1].specs)
+        ties, metadata = _ties(read, stored)
+        self._specs = _with_ties(stored, ties, ties.weave(stored if index is None else index.files))
         self._aliases = dict(ties.owners)
         self._metadata = metadata
         self._open = OpenFiles()
@@ -120,7 +119,9 @@ class SafetensorsSource:
             UnknownName: There is no such tensor.
         """
         self._specs[fqn]  # a name that is not here raises, with the nearest one
-        return self._extents[self._aliases.get(fqn, fqn)]
+        owner = self._aliases.get(fqn, fqn)
+        path, header, stamp = self._files[owner]
+        return Extent(path, header.offsets[owner], header.nbytes[owner], stamp)
 
     def close(self) -> None:
         """Close the descriptors that are open; a later read opens them again."""
@@ -165,14 +166,6 @@ def _refuse_twice(path: Path, read: Sequence[_File]) -> None:
             f"{path} has no index, and its files share names: {listing(twice)}. "
             "Open the file that you mean by its path."
         )
-
-
-def _extents(read: Sequence[_File]) -> dict[str, Extent]:
-    return {
-        name: Extent(file, offset, header.nbytes[name], stamp)
-        for file, header, stamp in read
-        for name, offset in header.offsets.items()
-    }
 
 
 def _ties(read: Sequence[_File], names: Mapping[str, object]) -> tuple[Ties, dict[str, str]]:

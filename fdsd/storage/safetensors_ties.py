@@ -146,7 +146,7 @@ def join_ties(parts: Sequence[tuple[str, Ties]], names: Mapping[str, object]) ->
     places: dict[str, int] = {}
     clashes: list[str] = []
     for path, ties in parts:
-        clear = {alias: owner for alias, owner in ties.owners.items() if alias not in owners | names.keys()}
+        clear = {alias: owner for alias, owner in ties.owners.items() if alias not in owners and alias not in names}
         if ties.declared:
             clashes += [f"{alias} in {path}" for alias in ties.owners if alias not in clear]
         owners.update(clear)

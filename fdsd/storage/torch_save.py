@@ -68,14 +68,17 @@ def _is_plain(leaf: Any) -> bool:
     return (type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter) and leaf.layout is torch.strided
 
 
-def save_torch(path: str | os.PathLike[str], value: Any, *, overwrite: bool = False, durable: bool = True) -> None:
+def save_torch(
+    path: str | os.PathLike[str], value: Any, *, overwrite: bool = False, durable: bool | None = None
+) -> None:
     """Save a state dict, or a dict of state dicts, with ``torch.save``.
 
     Args:
         path: The file. Missing folders are made; a link is replaced, its target left alone.
         value: What to save. Mappings of names to tensors, at any depth, are compacted (see ``compact``).
         overwrite: Whether an existing file may be replaced.
-        durable: Whether to wait until the bytes are on the disk.
+        durable: Whether to wait until the bytes are on the disk; by default only if something is replaced,
+            which a power failure must not take away.
 
     Raises:
         DestinationExists: The path exists, and ``overwrite`` is false; or it is a folder.
@@ -92,6 +95,7 @@ def save_torch(path: str | os.PathLike[str], value: Any, *, overwrite: bool = Fa
     if is_folder or (os.path.lexists(path) and not overwrite):
         remedy = "name a file" if is_folder else "give overwrite=True to replace it, or choose another place"
         raise DestinationExists(f"{path} exists; {remedy}.")
+    durable = os.path.lexists(path) if durable is None else durable
     folders = make_folder(path.parent)
     # The name inside the archive is that of the file, so the hidden part is a folder around it.
     aside = path.parent / hidden_name()

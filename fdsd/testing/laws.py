@@ -98,7 +98,6 @@ def assert_laws(pipeline: AnyPipeline, state: Any) -> None:
     _assert_abstract(pipeline, state, expected)
     _assert_inverse(pipeline, state)
     _assert_value(pipeline)
-    _assert_value(pipeline.bind(state))
     _assert_unchanged(before, state)
 
 
@@ -146,7 +145,11 @@ def _assert_abstract(pipeline: AnyPipeline, state: Any, expected: Any) -> None:
 
 
 def _assert_inverse(pipeline: AnyPipeline, state: Any) -> None:
-    bound: Any = pipeline.bind(state)
+    try:
+        bound: Any = pipeline.bind(state)
+    except NotInvertible:  # exact in general, but on this state something would not come back
+        return
+    _assert_value(bound)
     if bound.bind(state) != bound:
         raise AssertionError(f"p.bind(state) must be bound already:\n{bound}\nbecomes\n{bound.bind(state)}")
     if bound.grade is not Grade.NONE:
@@ -209,7 +212,7 @@ def _evaluated(text: str, functions: Mapping[str, Any]) -> Any:
 def _functions(pipeline: AnyPipeline) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Give the functions in a pipeline, under the names that ``repr`` shows."""
     for part in _parts(pipeline):
-        if callable(part) and not isinstance(part, type):
+        if callable(part) and not isinstance(part, type | Pipeline | Conversion):
             yield getattr(part, "__qualname__", "<unnamed>"), part
 
 

@@ -87,9 +87,7 @@ class Chain:
 
     def inputs_changed(self) -> bool:
         """Tell whether an origin's bytes or version counter differ from those before."""
-        return any(
-            x._version != version or not torch.equal(as_bytes(x), before) for x, before, version in self.sources
-        )
+        return any(x._version != version or not torch.equal(as_bytes(x), before) for x, before, version in self.sources)
 
     def __str__(self) -> str:
         return f"seed {self.seed!r}:\n  " + "\n  ".join(self.steps)

@@ -25,9 +25,7 @@ def agree(op: Op, *tensors: torch.Tensor) -> Any:
     abstract = apply(op, *[spec_of(x) for x in tensors])
     several = isinstance(eager, tuple)
     found = evaluate(list(lazy) if several else [lazy])
-    for a, b, c in zip(
-        eager if several else (eager,), found, abstract if several else (abstract,), strict=True
-    ):
+    for a, b, c in zip(eager if several else (eager,), found, abstract if several else (abstract,), strict=True):
         assert same_bytes(a, b), f"{op}: eager {a}, lazy {b}"
         assert spec_of(a) == c
         assert not a.requires_grad and not b.requires_grad

@@ -21,7 +21,7 @@ def assert_refused(p: Pipeline, state: Mapping[str, Any], error: type[FdsdError]
             p(form)
         assert isinstance(caught.value, FdsdError)
         for text in texts:
-            assert text in str(caught.value)
+            assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
     report = p.check(state)
     assert not report.ok
     with pytest.raises(error):

@@ -19,9 +19,7 @@ _ODD_SIZES = (0, 1, 5, 7, 12, 16)
 
 def random_shape(rng: Random, *, max_dims: int = 3) -> tuple[int, ...]:
     """Draw a shape; 0-dim ones and zero-size dims come up."""
-    return tuple(
-        rng.choice(_ODD_SIZES if rng.random() < 0.25 else _SIZES) for _ in range(rng.randint(0, max_dims))
-    )
+    return tuple(rng.choice(_ODD_SIZES if rng.random() < 0.25 else _SIZES) for _ in range(rng.randint(0, max_dims)))
 
 
 def random_span(rng: Random, size: int) -> Span:

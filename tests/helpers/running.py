@@ -181,4 +181,3 @@ def _perform(step: Run, parts: list[torch.Tensor], outs: list[torch.Tensor]) -> 
     else:
         assert isinstance(op, Computing)
         op.compute(parts, step.region, outs[0])
-

@@ -41,9 +41,7 @@ def _known(*names: str) -> list[torch.dtype]:
     return [dtype for name in names if (dtype := getattr(torch, name, None)) is not None]
 
 
-EIGHT_BIT_FLOATS = _known(
-    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"
-)
+EIGHT_BIT_FLOATS = _known("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, *EIGHT_BIT_FLOATS]
 INTEGERS = [
     torch.int8,

@@ -29,7 +29,7 @@ QKV = [f"layers.{{i}}.attn.{x}.weight" for x in "qkv"]
 RENAME = fdsd.rename_fqns({"model.{x...}": "{x...}"})
 
 
-def identity(tensor: torch.Tensor) -> torch.Tensor:
+def flipped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flip(0)
 
 
@@ -41,19 +41,15 @@ PIPELINES: dict[str, Callable[[], fdsd.Pipeline]] = {
         fdsd.cast(torch.float32, "embed.weight", "layers.{i}.norm.weight"),
     ),
     "cast all": lambda: RENAME >> fdsd.cast(torch.float32),
-    "t": lambda: RENAME >> fdsd.transpose("layers.{i}.mlp.up.weight"),
-    "p": lambda: RENAME >> fdsd.permute("layers.{i}.mlp.down.weight", (1, 0)),
-    "dim1": lambda: RENAME >> fdsd.concat(QKV, "layers.{i}.attn.qkv.weight", dim=1, groups=4),
-    "add": lambda: RENAME >> fdsd.add_scalar("embed.weight", 1),
-    "map": lambda: RENAME >> fdsd.map_tensors(identity, "layers.{i}.norm.weight"),
     "move and compute": lambda: fdsd.pipe(
         RENAME,
         fdsd.concat(QKV, "layers.{i}.attn.qkv.weight", dim=1, groups=4),
         fdsd.transpose("layers.{i}.mlp.up.weight"),
         fdsd.permute("layers.{i}.mlp.down.weight", (1, 0)),
         fdsd.add_scalar("embed.weight", 1),
-        fdsd.map_tensors(identity, "layers.{i}.norm.weight"),
+        fdsd.map_tensors(flipped, "layers.{i}.norm.weight", spec=lambda spec: spec),
     ),
+    "whole": lambda: RENAME >> fdsd.map_tensors(flipped, "embed.weight", spec=lambda spec: spec),
 }
 
 

@@ -144,7 +144,8 @@ def test_tensors_that_are_no_grid_of_elements_are_refused_by_kind() -> None:
         csr = X.to_sparse_csr()
         nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     lazy = torch.nn.parameter.UninitializedParameter()
-    for leaf, told in ((sparse, "sparse_coo.*to_dense"), (csr, "sparse_csr"), (nested, "nested"), (lazy, "lazy module|UninitializedParameter")):
+    kinds = {"sparse_coo.*to_dense": sparse, "sparse_csr": csr, "nested": nested, "lazy module|Uninitialized": lazy}
+    for told, leaf in kinds.items():
         for run in (lambda leaf=leaf: apply(Select(0, 0), leaf), lambda leaf=leaf: defer({"w": leaf})):
             with pytest.raises(Unsupported, match=told):
                 run()

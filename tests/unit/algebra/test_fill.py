@@ -144,9 +144,7 @@ def test_memory_of_a_wrong_shape_is_refused() -> None:
     with pytest.raises(SpecMismatch, match=r"memory of shape \(3, 2\) does not fit"):
         session.fill(session.roots[0], Region.whole((2, 3)), torch.empty(3, 2, dtype=torch.int64))
     with pytest.raises(SpecMismatch, match=r"\(2, 1\)"):
-        session.fill(
-            session.roots[0], Region((Span(0, ((2, 1),)), Span(0))), torch.empty(2, 1, dtype=torch.int64)
-        )
+        session.fill(session.roots[0], Region((Span(0, ((2, 1),)), Span(0))), torch.empty(2, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("op", [Concat(0), Stack(0), Average((1.0,)), Same(("a",), "r")])
@@ -216,7 +214,8 @@ def test_sessions_in_threads_do_not_disturb_each_other() -> None:
 def test_inputs_stay_as_they_were() -> None:
     x = torch.nn.Parameter(torch.arange(24.0).reshape(4, 6))
     before, version = as_bytes(x), x._version
-    node = chain(defer_leaf(x), Permute((1, 0)), AddScalar(1.0), Cast(torch.float16), Call(backwards, (spec(6, 4, dtype=torch.float16),)))
+    call = Call(backwards, (spec(6, 4, dtype=torch.float16),))
+    node = chain(defer_leaf(x), Permute((1, 0)), AddScalar(1.0), Cast(torch.float16), call)
     for budget in (None, 1 << 20):
         (found,) = run_whole(node, budget=budget).results
         assert not found.requires_grad

@@ -106,7 +106,8 @@ def test_towers_of_shared_nodes_do_not_explode() -> None:
 
 def test_equal_roots_are_computed_once() -> None:
     x = CountingSource({"x": X}).lazy("x")
-    ran = run_whole(apply(AddScalar(1.0), x), apply(AddScalar(1.0), x), apply(Permute((1, 0)), apply(AddScalar(1.0), x)))
+    a, b, c = (apply(AddScalar(1.0), x) for _ in range(3))
+    ran = run_whole(a, b, apply(Permute((1, 0)), c))
     assert ran.watcher.counts["AddScalar"] == 1
     assert ran.session.in_use == 0
 

@@ -46,7 +46,7 @@ def test_every_dtype(dtype: torch.dtype, kind: str) -> None:
 
 
 def test_even_runs_are_read_at_once() -> None:
-    index = (*range(0, 50), *range(100, 200, 2), 7, 5)
+    index = (*range(50), *range(100, 200, 2), 7, 5)
     plan = plan_of([apply(IndexSelect(0, index), defer_leaf(torch.empty(200, 3)))])
     assert [read.region.spans[0] for read in plan.reads] == [
         Span(0, ((50, 1),)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.memory import SpecSource
 from fdsd.algebra.ops import (
     AddScalar,
@@ -23,7 +24,6 @@ from fdsd.algebra.ops import (
     Stack,
 )
 from fdsd.algebra.plan import Copy, Fill, Plan, Read, Run, check_budget, plan_of
-from fdsd.algebra.lazy import Lazy
 from fdsd.data.errors import OverBudget
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
@@ -42,7 +42,8 @@ def kinds(plan: Plan) -> list[str]:
 def test_a_structural_plan_is_reads_only_and_says_where() -> None:
     source = CountingSource({"x": X, "y": X + 100})
     x, y = source.lazy("x"), source.lazy("y")
-    plan = plan_of([apply(Concat(1), apply(Cast(torch.float16), x), apply(Cast(torch.float16), y)), apply(Permute((1, 0)), x)])
+    joined = apply(Concat(1), apply(Cast(torch.float16), x), apply(Cast(torch.float16), y))
+    plan = plan_of([joined, apply(Permute((1, 0)), x)])
     assert plan.is_reads_only and plan.peak == plan.required == 0
     assert plan.results == (TensorSpec((4, 12), torch.float16), TensorSpec((6, 4), torch.float32))
     assert [(r.origin.fqn, r.region, r.out.buffer, r.out.offset, r.out.shape, r.out.strides) for r in plan.reads] == [
@@ -108,7 +109,9 @@ def test_repr_is_short() -> None:
 
 
 def test_the_peak_is_that_of_the_budget() -> None:
-    node = apply(Cast(torch.float32), apply(Cast(torch.float64), apply(Cast(torch.float16), defer_leaf(torch.ones(1000)))))
+    node = defer_leaf(torch.ones(1000))
+    for dtype in (torch.float16, torch.float64, torch.float32):
+        node = apply(Cast(dtype), node)
     assert plan_of([node]).peak == 8000 + 2000
     with floor(1):
         tight = plan_of([node], budget=1000)

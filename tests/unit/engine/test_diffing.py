@@ -56,7 +56,8 @@ def test_the_elements_whose_bits_differ_are_counted(
     count = int((carried(a) != carried(b)).sum()) if a.dtype != torch.complex128 else int((a != b).sum())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diffing, "_CHUNK", chunk)
-        found = fdsd.diff({"w": x, "same": x}, fdsd.defer({"w": y, "same": a}) if rng.random() < 0.5 else {"w": y, "same": a})
+        other = {"w": y, "same": a}
+        found = fdsd.diff({"w": x, "same": x}, fdsd.defer(other) if rng.random() < 0.5 else other)
     assert found.same == (count == 0) == same_bytes(a, b)
     assert {name: value.unequal for name, value in found.values.items()} == ({"w": count} if count else {})
 
@@ -125,7 +126,7 @@ def test_names_are_folded() -> None:
     assert "float32[2] became float64[2]" in str(found)
 
 
-# -- values ----------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
 def values(a: Any, b: Any, **tolerances: float) -> ValueDiff | None:
@@ -248,7 +249,7 @@ def test_large_tensors_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sizes and max(sizes) <= 100
 
 
-# -- states ----------------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------------------------
 
 
 def test_specs_are_compared_without_data() -> None:

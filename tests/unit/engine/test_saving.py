@@ -28,7 +28,7 @@ def metadata_of(path: Path) -> dict[str, str]:
         return dict(file.metadata())
 
 
-# -- where ---------------------------------------------------------------------------------------------------------------
+# -- where -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["x.safetensors", "folder", "a/b/c/x.safetensors", "a/b.c/folder", "x.pt", "a/x.pth"])
@@ -121,7 +121,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     assert tree(tmp_path) == {}
 
 
-# -- max_shard_size ------------------------------------------------------------------------------------------------------
+# -- max_shard_size --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1000, "1000", "1000B", "1KB", "1 kb", "0.001MB", "0.000001 GB"])
@@ -148,7 +148,7 @@ def test_budgets_that_are_none(tmp_path: Path, budget: Any) -> None:
     assert tree(tmp_path) == {}
 
 
-# -- what a file cannot hold -----------------------------------------------------------------------------------------------
+# -- what a file cannot hold -----------------------------------------------------------------------------------------
 
 
 class Odd(torch.Tensor):
@@ -209,7 +209,7 @@ def test_a_torch_file_under_the_name_of_the_other_format_opens(tmp_path: Path) -
     assert_file_holds(tmp_path / "x.safetensors", MIXED)
 
 
-# -- budget ----------------------------------------------------------------------------------------------------------------
+# -- budget ----------------------------------------------------------------------------------------------------------
 
 
 def doubled(t: torch.Tensor) -> torch.Tensor:
@@ -241,7 +241,7 @@ def test_over_the_budget_raises_before_anything_is_written(
 
     before = tree(tmp_path)
     monkeypatch.setattr("fdsd.storage.safetensors_source.SafetensorsSource.read", refuse)
-    with pytest.raises(OverBudget, match="doubled.*524,288 bytes.*the budget is 500,000 bytes") as caught:
+    with pytest.raises(OverBudget, match=r"doubled.*524,288 bytes.*the budget is 500,000 bytes") as caught:
         fdsd.save(fdsd.map_tensors(doubled, "a")(big), tmp_path / name, budget="500KB")
     assert named_budget(caught.value) == 524_288
     assert tree(tmp_path) == before
@@ -289,7 +289,7 @@ def test_a_budget_of_nothing_still_moves_and_casts(tmp_path: Path, big: fdsd.Sta
     assert_file_holds(tmp_path / "x.safetensors", p(BIG))
 
 
-# -- metadata --------------------------------------------------------------------------------------------------------------
+# -- metadata --------------------------------------------------------------------------------------------------------
 
 
 def test_format_is_pt(tmp_path: Path) -> None:

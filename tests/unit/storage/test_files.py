@@ -181,11 +181,13 @@ def copied(source: Path, target: Path, begin: int, at: int, length: int) -> byte
 
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])
+@pytest.mark.parametrize("at", [2, 3])
 def test_a_copy_takes_as_many_calls_as_it_needs(
-    numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, at: int
 ) -> None:
     monkeypatch.setattr(files, "_STEP", step)
-    assert copied(numbers, tmp_path / "out", 3, 2, 150) == bytes(2) + bytes(range(3, 153))
+    monkeypatch.setattr(files, "_BUFFER", step)
+    assert copied(numbers, tmp_path / "out", 3, at, 150) == bytes(at) + bytes(range(3, 153))
 
 
 @pytest.mark.parametrize(
@@ -206,18 +208,19 @@ def test_where_the_kernel_cannot_copy_bytes_are_read_and_written(
 
     monkeypatch.setattr(os, "copy_file_range", copy)
     monkeypatch.setattr(files, "_BUFFER", 32)
-    assert copied(numbers, tmp_path / "out", 3, 0, 150) == bytes(range(3, 153))
+    assert copied(numbers, tmp_path / "out", 3, 3, 150) == bytes(3) + bytes(range(3, 153))
     assert len(calls) == good + 1
 
 
 def test_a_system_without_kernel_copies(numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "copy_file_range")
-    assert copied(numbers, tmp_path / "out", 3, 0, 150) == bytes(range(3, 153))
+    assert copied(numbers, tmp_path / "out", 3, 3, 150) == bytes(3) + bytes(range(3, 153))
 
 
-def test_a_copy_beyond_the_end_of_its_source_is_an_error(numbers: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [0, 150])
+def test_a_copy_beyond_the_end_of_its_source_is_an_error(numbers: Path, tmp_path: Path, at: int) -> None:
     with pytest.raises(BadFile, match="numbers is truncated"):
-        copied(numbers, tmp_path / "out", 150, 0, 51)
+        copied(numbers, tmp_path / "out", 150, at, 51)
 
 
 def test_other_errors_of_a_kernel_copy_are_raised(
@@ -229,6 +232,13 @@ def test_other_errors_of_a_kernel_copy_are_raised(
     monkeypatch.setattr(os, "copy_file_range", copy)
     with pytest.raises(DiskError, match="Input/output error"):
         copied(numbers, tmp_path / "out", 0, 0, 10)
+
+
+def test_bytes_that_move_within_their_page_are_not_left_to_the_kernel(
+    numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "copy_file_range", None)  # a call would fail
+    assert copied(numbers, tmp_path / "out", 3, 4, 150) == bytes(4) + bytes(range(3, 153))
 
 
 def test_short_writes_are_continued(numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,13 @@ class Case:
         save(self.path, NEW, overwrite=True, **self.options)
 
     def copy_and_save(self, source: SafetensorsSource) -> None:
+        """Let two tensors be copied, by the kernel, and two be written."""
         make: Make = SafetensorsSink.create_folder if self.options else SafetensorsSink.create
-        with make(self.path, specs_of(NEW), overwrite=True, **self.options) as sink:
+        extents = {name: source.extent(name) for name in ("a", "b")}
+        with make(self.path, specs_of(NEW), overwrite=True, origins=extents, **self.options) as sink:
             for name, value in NEW.items():
-                if name in ("a", "b"):
-                    sink.copy(name, 0, source.extent(name))
+                if name in extents:
+                    sink.copy(name, 0, extents[name])
                 else:
                     sink.write(name, 0, value)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fdsd.data.errors import BadFile, FdsdError, SpecMismatch, Unsupported
 from fdsd.data.spec import TensorSpec
 from fdsd.storage import safetensors_header
-from fdsd.storage.safetensors_header import DTYPES, build_header, parse_header, read_header
+from fdsd.storage.safetensors_header import DTYPES, best_phase, build_header, parse_header, read_header
 from tests.golden.hostile.cases import FINE, HEADERS, LENGTHS, build, tensor
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(lambda n: n != "__metadata__")
@@ -39,6 +39,28 @@ def test_every_tensor_is_aligned_and_in_order_among_its_size(tensors: dict[str, 
     for size in (1, 2, 4, 8):
         there = [offsets[name] for name, spec in tensors.items() if spec.dtype.itemsize == size]
         assert there == sorted(there)
+
+
+@given(st.dictionaries(names, specs, max_size=6), st.data())
+def test_the_data_begin_where_most_copied_bytes_keep_their_place_in_a_page(
+    tensors: dict[str, TensorSpec], data: st.DataObject
+) -> None:
+    origins = {name: data.draw(st.integers(0, 2**40)) for name in tensors if data.draw(st.booleans())}
+    head, offsets = build_header(tensors, {}, "x", origins=origins)
+    plain, _ = build_header(tensors, {}, "x")
+    assert head[8:].rstrip() == plain[8:].rstrip()
+    assert len(head) % 8 == 0 and len(head) < len(plain) + 4096 + 8
+
+    def kept(shift: int) -> int:
+        return sum(tensors[name].nbytes for name, at in origins.items() if (offsets[name] + shift - at) % 4096 == 0)
+
+    assert kept(0) == max(kept(shift) for shift in range(0, 4096, 8))
+
+
+def test_most_bytes_win() -> None:
+    assert best_phase({"a": (0, 8), "b": (8, 24), "c": (24, 40)}, {"a": 16, "b": 4096 + 32, "c": 8192 + 48}) == 24
+    assert best_phase({"a": (0, 8)}, {"a": 4097}) == 0
+    assert best_phase({}, {"a": 64}) == 0
 
 
 @pytest.mark.parametrize("case", HEADERS)

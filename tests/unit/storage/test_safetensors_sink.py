@@ -25,7 +25,7 @@ from fdsd.storage.ranged import row_major
 from fdsd.storage.safetensors_sink import SafetensorsSink
 from fdsd.storage.safetensors_source import SafetensorsSource
 
-from .conftest import assert_holds, of_dtype, raw, save, specs_of, tree
+from .conftest import Failing, Make, assert_holds, of_dtype, raw, read, save, specs_of, tree
 
 MIXED = {
     "z": torch.arange(3, dtype=torch.uint8),
@@ -105,6 +105,31 @@ def test_extents_are_copied(tmp_path: Path) -> None:
         sink.copy("a", 4, extent.part(4, extent.nbytes))
         sink.copy("a", 0, extent.part(0, 4))
     assert_holds(tmp_path / "x.safetensors", {"m": MIXED["m"], "a": MIXED["a"]})
+
+
+def test_a_rename_keeps_bytes_at_their_place_in_a_page(tmp_path: Path) -> None:
+    save_file(MIXED, tmp_path / "source", {"note": "n" * 999})
+    source = SafetensorsSource(tmp_path / "source")
+    extents = {f"renamed.{name}": source.extent(name) for name in MIXED}
+    specs = {f"renamed.{name}": spec for name, spec in source.specs().items()}
+    for path, options in ((tmp_path / "x", {}), (tmp_path / "folder", {"max_shard_size": "1MB"})):
+        make: Make = SafetensorsSink.create_folder if options else SafetensorsSink.create
+        with make(path, specs, origins=extents, **options) as sink:
+            for name, extent in extents.items():
+                sink.copy(name, 0, extent)
+        target = SafetensorsSource(path)
+        assert all((target.extent(name).offset - extent.offset) % 4096 == 0 for name, extent in extents.items())
+        assert all(raw(read(target, f"renamed.{name}")) == raw(value) for name, value in MIXED.items())
+
+
+def test_only_what_replaces_something_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in ({}, {"max_shard_size": "8B"}):
+        path = tmp_path / f"{len(options)}"
+        for overwrite in (False, True):
+            failing = Failing(10**6, KeyboardInterrupt(), forever=False)
+            with failing.at(monkeypatch, ["fsync"]):
+                save(path, MIXED, overwrite=overwrite, **options)
+            assert (failing.calls > 0) == overwrite
 
 
 def test_a_file_can_be_replaced_by_a_rewrite_of_itself(tmp_path: Path) -> None:
