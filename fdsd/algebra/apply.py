@@ -16,12 +16,12 @@ from fdsd.algebra.lazy import Lazy, Op
 from fdsd.algebra.memory import MemorySource, SpecSource
 from fdsd.algebra.ops.call import Call, Item
 from fdsd.algebra.ops.leaves import Constant, Origin
-from fdsd.data.errors import Unsupported
+from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
-from fdsd.data.statedict import StateDict
+from fdsd.data.statedict import StateDict, require_mapping
 from fdsd.data.ties import tie_key
 
-__all__ = ["HANDLERS", "Applier", "apply", "constant", "defer", "defer_leaf", "evaluate"]
+__all__ = ["HANDLERS", "Applier", "apply", "constant", "defer", "defer_leaf"]
 
 HANDLERS: dict[str, Callable[[Any], Lazy]] = {}
 """How to make a lazy tensor of a tensor subclass, by the qualified name of the class."""
@@ -64,7 +64,7 @@ def defer(state: Mapping[str, Any]) -> StateDict[Any]:
     """
     made: dict[str, Any] = {}
     seen: dict[Hashable, Any] = {}
-    for fqn, leaf in state.items():
+    for fqn, leaf in require_mapping(state, "defer").items():
         key = tie_key(leaf)
         if key is None:
             made[fqn] = defer_leaf(leaf, fqn)
@@ -72,7 +72,7 @@ def defer(state: Mapping[str, Any]) -> StateDict[Any]:
             if key not in seen:
                 seen[key] = defer_leaf(leaf, fqn)
             made[fqn] = seen[key]
-    return StateDict.trusted(made, getattr(state, "_metadata", None))
+    return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()), "lazy")
 
 
 def _handler(leaf: Any) -> Callable[[Any], Lazy]:
@@ -109,6 +109,9 @@ def apply(op: Op, *leaves: Any) -> Any:
         raise Unsupported(f"{op} works on tensors, not on {', '.join(odd)}. Leave such entries out by name.")
     given = [spec for spec in found if spec is not None]
     if leaves and all(map(is_exact, leaves)):
+        devices = {str(leaf.device) for leaf in leaves}
+        if len(devices) > 1:
+            raise SpecMismatch(f"{op} got tensors on several devices: {listing(devices)}. Move them to one first.")
         if not isinstance(op, Call):  # a function's result is checked when it is there
             op.infer(*given)
         with torch.no_grad():
@@ -151,9 +154,21 @@ class Applier:
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
         self._alive: list[Any] = []
+        self._settled: dict[Hashable, Call] = {}
+
+    def _settle(self, op: Call, leaves: Sequence[Any]) -> Call:
+        """Find the specs of a function's results once for each spec of its inputs, unless it runs right now."""
+        if op.specs is not None or all(map(is_exact, leaves)):
+            return op
+        specs = tuple([spec_of(leaf) for leaf in leaves])
+        if (op, specs) not in self._settled:
+            self._settled[op, specs] = op.settled(specs)
+        return self._settled[op, specs]
 
     def __call__(self, op: Op, *leaves: Any) -> Any:
         """Apply an operation; see ``apply``."""
+        if isinstance(op, Call):
+            op = self._settle(op, leaves)
         keys = tuple([tie_key(leaf) for leaf in leaves])
         if None in keys or not keys:
             return apply(op, *leaves)
@@ -162,30 +177,3 @@ class Applier:
             self._made[key] = apply(op, *leaves)
             self._alive.extend(leaves)  # keys hold ids, which must not be used again
         return self._made[key]
-
-
-def evaluate(roots: Sequence[Lazy], *, budget: int | None = None) -> list[torch.Tensor]:
-    """Fill the whole of each expression into fresh memory; one tensor for each distinct node.
-
-    Args:
-        roots: The expressions.
-        budget: Bytes for scratch and kept results, results themselves left out.
-
-    >>> evaluate([defer_leaf(torch.ones(2))])
-    [tensor([1., 1.])]
-    """
-    from fdsd.algebra.fill import Session
-    from fdsd.algebra.plan import check_budget
-    from fdsd.data.region import Region
-
-    check_budget(roots, budget)
-    session = Session(roots, budget=budget)
-    made: dict[int, torch.Tensor] = {}
-    with torch.no_grad():
-        for position, (given, root) in enumerate(zip(roots, session.roots, strict=True)):
-            if id(given) not in made:
-                out = torch.empty(root.shape, dtype=root.dtype)
-                session.fill(root, Region.whole(root.shape), out)
-                made[id(given)] = out
-            session.finish(position)
-    return [made[id(given)] for given in roots]

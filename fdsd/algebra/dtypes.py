@@ -11,7 +11,7 @@ import torch
 from fdsd.data.errors import Unsupported
 from fdsd.data.spec import dtype_name
 
-__all__ = ["check_cast", "copy_elements", "is_widening", "movable"]
+__all__ = ["as_bytes", "check_cast", "copy_elements", "is_widening", "movable"]
 
 _CARRIERS: dict[torch.dtype, torch.dtype] = {
     torch.uint16: torch.int16,
@@ -34,6 +34,17 @@ _OPAQUE = frozenset(
 )
 _CARRIERS.update({dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8 for dtype in _OPAQUE})
 _QUANTIZED = frozenset([torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the bytes of the elements in row-major order, conjugate and negative bits resolved.
+
+    >>> as_bytes(torch.tensor([1, 2], dtype=torch.int16))
+    tensor([1, 0, 2, 0], dtype=torch.uint8)
+    """
+    packed = movable(tensor.resolve_conj().resolve_neg()).contiguous()
+    # A tensor of one element counts as contiguous whatever its strides are, and a view of bytes does mind them.
+    return packed.as_strided((packed.numel(),), (1,)).view(torch.uint8)
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +85,7 @@ def copy_elements(source: torch.Tensor, out: torch.Tensor) -> None:
         movable(out).copy_(movable(source))
         return
     check_cast(source.dtype, out.dtype)
-    out.copy_(source)
+    out.copy_(source.resolve_conj().resolve_neg())
 
 
 def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
@@ -85,16 +96,13 @@ def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
     """
     if source == target:
         return True
-    if source in _CARRIERS.keys() - {torch.uint16, torch.uint32, torch.uint64} or target in _OPAQUE:
-        return False
-    if source in _QUANTIZED or target in _QUANTIZED:
-        return False
-    if source is torch.bool:
-        return True
+    if {source, target} & (_OPAQUE | _QUANTIZED) or source.is_complex != target.is_complex:
+        return False  # the way from complex back to real would drop imaginary parts
     if source.is_complex:
-        return target.is_complex and is_widening(source.to_real(), target.to_real())
-    if target.is_complex:
-        return is_widening(source, target.to_real())
+        return is_widening(source.to_real(), target.to_real())
+    if source is torch.bool:
+        both = torch.tensor([False, True])
+        return torch.equal(both.to(target).to(torch.bool), both)
     if source.is_floating_point:
         return target.is_floating_point and _float_fits(source, target)
     low, high = torch.iinfo(source).min, torch.iinfo(source).max
@@ -109,15 +117,9 @@ def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _float_fits(source: torch.dtype, target: torch.dtype) -> bool:
+    """Try all values of an 8-bit dtype there and back; compare wider ones by precision and range."""
     if source.itemsize >= target.itemsize:
         return False
-    if target.itemsize == 2 and source is getattr(torch, "float8_e8m0fnu", None):
-        return target is torch.bfloat16 and _round_trips(source, target)
-    return _round_trips(source, target)
-
-
-def _round_trips(source: torch.dtype, target: torch.dtype) -> bool:
-    """Try it: all values of an 8-bit dtype there and back; wider pairs by their precision and range."""
     if source.itemsize == 1:
         every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
         back = every.view(source).to(target).to(source)

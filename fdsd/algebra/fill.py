@@ -7,17 +7,18 @@ left to an ``Executor``: one does it, another records it as a plan.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from fdsd.algebra.dtypes import copy_elements
+from fdsd.algebra.dtypes import copy_elements, movable
 from fdsd.algebra.graph import Graph, producer
-from fdsd.algebra.lazy import Computing, Lazy, Structural
-from fdsd.algebra.ops.call import Item, check_results
+from fdsd.algebra.lazy import Computing, Lazy, Pull, Structural
+from fdsd.algebra.ops.call import Call, Item
 from fdsd.algebra.ops.leaves import Constant, Origin
+from fdsd.algebra.spans import view_of
 from fdsd.data.errors import OverBudget, SpecMismatch
 from fdsd.data.region import Region
 from fdsd.data.ties import storage_id
@@ -28,6 +29,10 @@ _FLOOR = 1 << 16
 """Scratch that is granted however little of the budget is left, so that no run crawls element by element."""
 _SPARSE = 8
 """A covering scratch is worth it up to this many times the wanted elements."""
+
+
+_Action = Callable[["_Stack"], None]
+_Stack = list[Pull | _Action]
 
 
 class Executor(Protocol):
@@ -84,10 +89,10 @@ class Runner:
         op.compute(parts, region, out)
 
     def call(self, node: Lazy, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if isinstance(node.op, Call):
+            return node.op.run(parts, node.outputs)
         made = node.op.eager(*parts)
-        results = made if isinstance(made, tuple) else (made,)
-        check_results(getattr(node.op, "fn", node.op), results, node.outputs)
-        return results
+        return made if isinstance(made, tuple) else (made,)
 
 
 class Session:
@@ -137,15 +142,9 @@ class Session:
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
 
-    @contextmanager
-    def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Generator[torch.Tensor]:
-        tensor = self.executor.empty(shape, dtype)
-        nbytes = tensor.numel() * dtype.itemsize
-        self.hold(nbytes)
-        try:
-            yield tensor
-        finally:
-            self.hold(-nbytes)
+    def _scratch(self, region: Region, dtype: torch.dtype) -> torch.Tensor:
+        self.hold(region.numel * dtype.itemsize)
+        return self.executor.empty(region.shape, dtype)
 
     def _allowed(self, node: Lazy) -> int | None:
         """The bytes that this operation may take, leaving as much to each one below it."""
@@ -160,119 +159,152 @@ class Session:
             self.hold(-sum([spec.nbytes for spec in self.graph.kept[key].outputs]))
 
     # -- the driver --------------------------------------------------------------------------------------
+    #
+    # What is to be done stands on a stack: memory to fill, and actions that may put more on it. So neither long
+    # chains nor deep nesting can overflow Python's own stack.
 
     def fill(self, node: Lazy, region: Region, out: torch.Tensor) -> None:
         """Fill ``region`` of ``node`` into ``out``, whose dims are the region's pairs and whose dtype may be any."""
         if tuple(out.shape) != region.shape:
             raise SpecMismatch(f"fill: memory of shape {tuple(out.shape)} does not fit the region {region}.")
-        stack = [(node, region, out)]
-        while stack:
-            node, region, out = stack.pop()
-            op = node.op
-            if not region.numel:
-                continue
-            if isinstance(op, Origin):
-                self.executor.read(op, region, out)
-            elif isinstance(op, Constant):
-                self.executor.constant(op, out)
-            elif isinstance(op, Computing | Item):
-                self._fill_computed(node, region, out)
-            elif isinstance(op, Structural):
-                if op.rounds and out.dtype != node.dtype:
-                    self._through_scratch(node, region, out)
-                elif op.gathers(region) and self._fill_gathered(node, op, region, out):
-                    continue
+        region.check_inside(node.shape, "fill")
+        todo: _Stack = [(node, region, out)]
+        held = self.in_use - self._kept_bytes()
+        try:
+            while todo:
+                task = todo.pop()
+                if callable(task):
+                    task(todo)
                 else:
-                    stack.extend(reversed(list(op.pull(node.inputs, region, out))))
+                    self._fill(task, todo)
+        except BaseException:
+            self.in_use = held + self._kept_bytes()
+            raise
 
-    def _through_scratch(self, node: Lazy, region: Region, out: torch.Tensor) -> None:
-        """Let elements take the node's own dtype before they go to ``out``."""
-        size, allowed = node.dtype.itemsize, self._allowed(node)
-        for part, where in region.chunks(region.numel if allowed is None else allowed // size):
-            with self._scratch(part.shape, node.dtype) as scratch:
-                self.fill(node, part, scratch)
-                self.executor.copy(scratch, out[where])
+    def _kept_bytes(self) -> int:
+        return sum([spec.nbytes for key in self._memo for spec in self.graph.kept[key].outputs])
 
-    def _fill_gathered(self, node: Lazy, op: Structural, region: Region, out: torch.Tensor) -> bool:
-        """Gather from a covering scratch, if that is small enough to be worth it."""
-        (cover,), (x,) = op.cover(region), node.inputs
+    def _fill(self, task: Pull, todo: _Stack) -> None:
+        node, region, out = task
+        op = node.op
+        if not region.numel:
+            return
+        if isinstance(op, Origin):
+            self.executor.read(op, region, out)
+        elif isinstance(op, Constant):
+            self.executor.constant(op, out)
+        elif isinstance(op, Computing | Item):
+            self._fill_computed(task, todo)
+        elif isinstance(op, Structural):
+            if op.rounds and out.dtype != node.dtype:
+                self._through_scratch(task, todo)
+            elif not (op.gathers(region) and self._fill_gathered(task, op, todo)):
+                todo.extend(reversed(list(op.pull(node.inputs, region, out))))
+
+    def _through_scratch(self, task: Pull, todo: _Stack) -> None:
+        """Let elements take the node's own dtype before they go to their memory, a chunk at a time."""
+        node, region, out = task
         allowed = self._allowed(node)
-        if cover.numel > _SPARSE * region.numel:
+        limit = region.numel if allowed is None else allowed // node.dtype.itemsize
+
+        def chunk(part: Region, view: torch.Tensor, todo: _Stack) -> None:
+            scratch = self._scratch(part, node.dtype)
+
+            def done(_: _Stack) -> None:
+                self.executor.copy(scratch, view)
+                self.hold(-part.numel * node.dtype.itemsize)
+
+            todo.extend([done, (node, part, scratch)])
+
+        chunks = [partial(chunk, part, out[where]) for part, where in region.chunks(limit)]
+        todo.extend(reversed(chunks))
+
+    def _fill_gathered(self, task: Pull, op: Structural, todo: _Stack) -> bool:
+        """Gather from a covering scratch, if that is small enough to be worth it."""
+        node, region, out = task
+        (cover,), (x,) = op.cover(region), node.inputs
+        allowed, size = self._allowed(node), cover.numel * x.dtype.itemsize
+        if cover.numel > _SPARSE * region.numel or (allowed is not None and size > allowed):
             return False
-        if allowed is not None and cover.numel * x.dtype.itemsize > allowed:
-            return False
-        with self._scratch(cover.shape, x.dtype) as scratch:
-            self.fill(x, cover, scratch)
+        scratch = self._scratch(cover, x.dtype)
+
+        def done(_: _Stack) -> None:
             self.executor.gather(op, [scratch], region, out)
+            self.hold(-size)
+
+        todo.extend([done, (x, cover, scratch)])
         return True
 
-    def _fill_computed(self, node: Lazy, region: Region, out: torch.Tensor) -> None:
+    def _fill_computed(self, task: Pull, todo: _Stack) -> None:
+        node, region, out = task
         owner, index = producer(node)
-        if id(owner) in self.graph.kept and (values := self._kept(owner)) is not None:
-            value = values[index]
-            strides, offset = region.strides(value.stride())
-            view = value.as_strided(region.shape, strides, value.storage_offset() + offset)
-            self.executor.copy(view, out)
+        if (values := self._memo.get(id(owner))) is not None:
+            self.executor.copy(view_of(values[index], region), out)
+        elif id(owner) in self.graph.kept and self._fits(owner):
+            todo.append(task)  # again, once the whole is there
+            self._keep(owner, todo)
         elif out.dtype != node.dtype:
-            self._through_scratch(node, region, out)
+            self._through_scratch(task, todo)
         else:
-            self._compute(node, region, out)
+            self._compute(node, region, out, todo)
 
-    def _compute(self, node: Lazy, region: Region, out: torch.Tensor) -> None:
-        """Compute a region from its needs, in halves that fit what is allowed."""
+    def _compute(self, node: Lazy, region: Region, out: torch.Tensor, todo: _Stack) -> None:
+        """Compute a region from its needs, in parts that fit what is allowed."""
         op = node.op
         assert isinstance(op, Computing)
         needs = op.needs([x.spec for x in node.inputs], region)
         parts_bytes = sum([r.numel * x.dtype.itemsize for r, x in zip(needs, node.inputs, strict=True)])
-        cost = parts_bytes + region.numel * node.dtype.itemsize
+        cost = parts_bytes + region.numel * (node.dtype.itemsize + op.overhead(node.dtype))
         allowed = self._allowed(node)
         if allowed is not None and cost > allowed and region.numel > 1:
-            for chunk, where in region.chunks(max(1, region.numel * allowed // cost)):
-                self._compute(node, chunk, out[where])
+            limit = max(1, region.numel * allowed // cost)
+            halves = [partial(self._compute, node, part, out[where]) for part, where in region.chunks(limit)]
+            todo.extend(reversed(halves))
             return
-        parts: list[torch.Tensor] = []
-        for x, need in zip(node.inputs, needs, strict=True):
-            part = self.executor.empty(need.shape, x.dtype)
-            self.fill(x, need, part)
-            parts.append(part)
-            self.hold(need.numel * x.dtype.itemsize)
-        self.executor.compute(op, parts, region, out)
-        self.hold(-parts_bytes)
+        parts = [self._scratch(need, x.dtype) for x, need in zip(node.inputs, needs, strict=True)]
+
+        def done(_: _Stack) -> None:
+            self.executor.compute(op, parts, region, out)
+            self.hold(-parts_bytes)
+
+        todo.append(done)
+        todo.extend(reversed(list(zip(node.inputs, needs, parts, strict=True))))
 
     # -- kept results ------------------------------------------------------------------------------------
 
-    def _kept(self, node: Lazy) -> Sequence[torch.Tensor] | None:
-        """Give the whole results of a node, computed once; ``None`` if a region at a time fits better."""
-        if (values := self._memo.get(id(node))) is not None:
-            return values
-        op = node.op
-        assert isinstance(op, Computing)
+    def _fits(self, node: Lazy) -> bool:
+        """Whether the whole result is kept: always if nothing less can be computed, else if there is room."""
+        assert isinstance(node.op, Computing)
         size = sum([spec.nbytes for spec in node.outputs])
-        if op.whole:
-            values = self._call(node, size)
-        elif self.budget is not None and self.in_use + 2 * size > self.budget:
-            return None
-        else:
-            made = self.executor.empty(node.shape, node.dtype)
-            self.hold(size)
-            self._compute(node, Region.whole(node.shape), made)
-            values = [made]
-        self._memo[id(node)] = values
-        return values
+        return node.op.whole or self.budget is None or self.in_use + 2 * size <= self.budget
 
-    def _call(self, node: Lazy, size: int) -> Sequence[torch.Tensor]:
-        need = size + sum([x.spec.nbytes for x in node.inputs])
-        self._require(node, need)
-        parts: list[torch.Tensor] = []
-        for x in node.inputs:
-            part = self.executor.empty(x.shape, x.dtype)
-            self.hold(x.spec.nbytes)
-            self.fill(x, Region.whole(x.shape), part)
-            parts.append(part)
-        self.hold(size)
-        values = [_own_memory(value, parts) for value in self.executor.call(node, parts)]
-        self.hold(size - need)
-        return values
+    def _keep(self, node: Lazy, todo: _Stack) -> None:
+        """Compute the whole results of a node and keep them."""
+        assert isinstance(node.op, Computing)
+        if node.op.whole:
+            self._call(node, todo)
+            return
+        made = self._scratch(Region.whole(node.shape), node.dtype)
+
+        def done(_: _Stack) -> None:
+            self._memo[id(node)] = [made]
+
+        todo.extend([done, partial(self._compute, node, Region.whole(node.shape), made)])
+
+    def _call(self, node: Lazy, todo: _Stack) -> None:
+        size = sum([spec.nbytes for spec in node.outputs])
+        needed = sum([x.spec.nbytes for x in node.inputs])
+        self._require(node, size + needed)
+        wholes = [Region.whole(x.shape) for x in node.inputs]
+        parts = [self._scratch(whole, x.dtype) for x, whole in zip(node.inputs, wholes, strict=True)]
+
+        def done(_: _Stack) -> None:
+            self.hold(size)
+            self._memo[id(node)] = [_own_memory(value, parts) for value in self.executor.call(node, parts)]
+            self.hold(-needed)
+
+        todo.append(done)
+        todo.extend(reversed(list(zip(node.inputs, wholes, parts, strict=True))))
 
     def _require(self, node: Lazy, need: int) -> None:
         """See to it that an operation which needs its whole input fits the budget."""
@@ -293,8 +325,10 @@ def over_budget(op: object, budget: int, required: int) -> OverBudget:
 
 
 def _own_memory(value: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy a result that is a view of a scratch input or keeps more memory alive than its own elements."""
-    borrowed = storage_id(value) in {storage_id(part) for part in parts}
+    """Copy a result that shares memory with a scratch input, keeps more alive than its elements, or has odd strides."""
+    is_part = value.untyped_storage().nbytes() > value.numel() * value.dtype.itemsize
+    borrowed = is_part or storage_id(value) in {storage_id(part) for part in parts}
     if borrowed or value.is_conj() or value.is_neg() or not value.is_contiguous():
-        return value.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        plain = value.resolve_conj().resolve_neg()
+        return movable(plain).clone(memory_format=torch.contiguous_format).view(value.dtype)
     return value

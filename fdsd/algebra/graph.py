@@ -12,7 +12,7 @@ from fdsd.algebra.ops.call import Item
 from fdsd.algebra.ops.index import IndexSelect
 from fdsd.algebra.ops.moves import Cast
 
-__all__ = ["Graph"]
+__all__ = ["Graph", "producer", "walk"]
 
 
 class Graph:
@@ -30,39 +30,41 @@ class Graph:
 
     def __init__(self, roots: Sequence[Lazy]) -> None:
         self.roots = _intern(roots)
+        nodes = list(walk(self.roots))
         self.depth: dict[int, int] = {}
-        edges: dict[int, int] = {}
-        self.kept: dict[int, Lazy] = {}
-        for root in {id(root): root for root in self.roots}.values():
-            edges[id(root)] = edges.get(id(root), 0) + 1
-        for node in _postorder(self.roots):
+        for node in nodes:
             below = max([self.depth[id(x)] for x in node.inputs], default=0)
             self.depth[id(node)] = below + isinstance(node.op, Computing | Cast | IndexSelect)
-            for x in node.inputs:
-                edges[id(x)] = edges.get(id(x), 0) + 1
-            if isinstance(node.op, Computing) and (node.op.whole or len(node.outputs) > 1):
-                self.kept[id(node)] = node
-        for node in _postorder(self.roots):
-            if isinstance(node.op, Computing) and edges[id(node)] > 1:
-                self.kept[id(node)] = node
+        self.kept = _kept(nodes, self.roots)
         self.last_root: dict[int, int] = self._last_roots() if self.kept else {}
 
     def _last_roots(self) -> dict[int, int]:
         found: dict[int, int] = {}
         seen: set[int] = set()
         for position in reversed(range(len(self.roots))):
-            for node in _postorder([self.roots[position]], seen):
+            for node in walk([self.roots[position]], seen):
                 if id(node) in self.kept:
                     found[id(node)] = position
         return found
 
-    @property
-    def has_whole(self) -> bool:
-        """Whether any operation needs its whole input, so that a budget may turn out too small."""
-        return any(isinstance(node.op, Computing) and node.op.whole for node in self.kept.values())
+
+def _kept(nodes: Sequence[Lazy], roots: Sequence[Lazy]) -> dict[int, Lazy]:
+    """Find the nodes whose results are kept: an operation behind something that is used twice is used twice too."""
+    uses = dict.fromkeys(map(id, nodes), 0)
+    for root in roots:
+        uses[id(root)] += 1
+    kept: dict[int, Lazy] = {}
+    for node in reversed(nodes):  # users first
+        needs_whole = isinstance(node.op, Computing) and (node.op.whole or len(node.outputs) > 1)
+        if needs_whole or (isinstance(node.op, Computing) and uses[id(node)] > 1):
+            kept[id(node)] = node
+        times = 1 if id(node) in kept else min(uses[id(node)], 2)
+        for x in node.inputs:
+            uses[id(x)] += times
+    return kept
 
 
-def _postorder(roots: Sequence[Lazy], seen: set[int] | None = None) -> Iterator[Lazy]:
+def walk(roots: Sequence[Lazy], seen: set[int] | None = None) -> Iterator[Lazy]:
     """Visit each node below ``roots`` once, inputs first."""
     seen = set() if seen is None else seen
     stack = [(root, False) for root in reversed(roots)]
@@ -80,7 +82,7 @@ def _intern(roots: Sequence[Lazy]) -> list[Lazy]:
     """Make equal operations on identical inputs the identical node."""
     table: dict[object, Lazy] = {}
     canonical: dict[int, Lazy] = {}
-    for node in _postorder(roots):
+    for node in walk(roots):
         inputs = [canonical[id(x)] for x in node.inputs]
         key = (type(node.op), node.op, tuple(map(id, inputs)))
         found = table.get(key)

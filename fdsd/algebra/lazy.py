@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from fdsd.data.errors import FdsdError, Unsupported
+from fdsd.data.errors import LazyError, Unsupported
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, VirtualTensor
 
@@ -77,13 +77,13 @@ class Computing(Op):
         """Say which region of each input ``region`` of the result depends on (if not ``whole``)."""
         raise NotImplementedError
 
+    def overhead(self, dtype: torch.dtype) -> int:
+        """Say how many bytes an element takes beside its parts and its result while it is computed."""
+        return 0
+
     def compute(self, parts: Sequence[torch.Tensor], region: Region, out: torch.Tensor) -> None:
         """Compute ``region`` from the parts (contiguous, shaped as their regions) into ``out`` (own dtype)."""
         raise NotImplementedError
-
-
-class LazyError(FdsdError, TypeError, AttributeError):
-    """A lazy tensor was used as if its data were here."""
 
 
 class Lazy(VirtualTensor):
@@ -98,7 +98,7 @@ class Lazy(VirtualTensor):
     >>> bool(x)
     Traceback (most recent call last):
         ...
-    fdsd.algebra.lazy.LazyError: This tensor is lazy (float32[2, 3]): it has no truth value until its data is read. \
+    fdsd.data.errors.LazyError: This tensor is lazy (float32[2, 3]): it has no truth value until its data is read. \
 Use fdsd.materialize(state).
     """
 
@@ -146,10 +146,23 @@ Use fdsd.materialize(state).
         return f"Lazy({type(self.op).__name__}, {', '.join(map(str, self.outputs))})"
 
     def _refuse(self, what: str) -> NoReturn:
+        outputs = ", ".join(map(str, object.__getattribute__(self, "outputs")))
         raise LazyError(
-            f"This tensor is lazy ({', '.join(map(str, self.outputs))}): it has no {what} until its data is read. "
-            "Use fdsd.materialize(state)."
+            f"This tensor is lazy ({outputs}): it has no {what} until its data is read. Use fdsd.materialize(state)."
         )
+
+    def _no_arithmetic(self, *_others: object) -> NoReturn:
+        self._refuse("values to compute with")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_arithmetic
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __neg__ = __pos__ = __abs__ = __invert__ = (
+        _no_arithmetic
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = __complex__ = _no_arithmetic
+
+    def __contains__(self, item: object) -> bool:
+        self._refuse("elements to look for")
 
     def __bool__(self) -> bool:
         self._refuse("truth value")
@@ -164,7 +177,8 @@ Use fdsd.materialize(state).
         self._refuse("elements to index")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols probe for special methods; they are plainly absent
+        # protocols probe for special methods, and copying looks at objects that are not filled yet
+        if name.startswith("__") or name in Lazy.__slots__:
             raise AttributeError(name)
         self._refuse(f"attribute {name!r}")
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fdsd.algebra.dtypes import copy_elements
+from fdsd.algebra.spans import view_of
 from fdsd.data.errors import SpecMismatch, Unsupported
 from fdsd.data.protocols import Piece
 from fdsd.data.region import Region
@@ -68,7 +69,5 @@ class MemorySource:
                 f"{fqn!r} is on the meta device and has no data. Materialize the module first (to_empty, then load)."
             )
         region.check_inside(tuple(tensor.shape), f"reading {fqn!r}")
-        strides, offset = region.strides(tensor.stride())
-        view = tensor.as_strided(region.shape, strides, tensor.storage_offset() + offset)
         with torch.no_grad():
-            copy_elements(view, out)
+            copy_elements(view_of(tensor, region), out)

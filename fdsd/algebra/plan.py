@@ -11,6 +11,7 @@ import torch
 from attrs import field, frozen
 
 from fdsd.algebra.fill import Session, over_budget
+from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Computing, Lazy, Structural
 from fdsd.algebra.ops.call import Call
 from fdsd.algebra.ops.leaves import Constant, Origin
@@ -53,7 +54,7 @@ class Copy:
 class Fill:
     """Write one value."""
 
-    value: object
+    op: Constant
     out: View
 
 
@@ -131,7 +132,7 @@ class Recorder:
         self.steps.append(Copy(self.view(source), self.view(out)))
 
     def constant(self, op: Constant, out: torch.Tensor) -> None:
-        self.steps.append(Fill(op.value, self.view(out)))
+        self.steps.append(Fill(op, self.view(out)))
 
     def gather(self, op: Structural, parts: Sequence[torch.Tensor], region: Region, out: torch.Tensor) -> None:
         self.steps.append(Run(op, tuple(map(self.view, parts)), region, (self.view(out),)))
@@ -156,7 +157,7 @@ def _step_text(step: Step) -> str:
     if isinstance(step, Copy):
         return f"copy   buffer {step.source.buffer} -> buffer {step.out.buffer}"
     if isinstance(step, Fill):
-        return f"fill   {step.value!r} -> buffer {step.out.buffer}"
+        return f"fill   {step.op.value!r} -> buffer {step.out.buffer}"
     outs = ", ".join([str(out.buffer) for out in step.outs])
     return f"call   {step.op} on {', '.join([str(part.buffer) for part in step.parts]) or 'nothing'} -> buffer {outs}"
 
@@ -191,22 +192,12 @@ def check_budget(roots: Sequence[Lazy], budget: int | None) -> None:
     Raises:
         OverBudget: Naming the budget that is needed.
     """
-    if budget is None or not any(isinstance(op, Call) for op in _operations(roots)):
+    if budget is None or not any(isinstance(node.op, Call) for node in walk(roots)):
         return
     plan = plan_of(roots, budget)
-    if plan.required:
+    required = plan.required
+    while (more := plan_of(roots, required).required if required else 0) > required:
+        required = more  # with more room, more is kept
+    if required:
         calls = [step.op for step in plan.steps if isinstance(step, Run) and step.region is None]
-        raise over_budget(calls[0] if len(calls) == 1 else "A step", budget, plan.required)
-
-
-def _operations(roots: Sequence[Lazy]) -> list[object]:
-    seen: set[int] = set()
-    stack = list(roots)
-    found: list[object] = []
-    while stack:
-        node = stack.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            found.append(node.op)
-            stack.extend(node.inputs)
-    return found
+        raise over_budget(calls[0] if len(calls) == 1 else "A step", budget, required)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fdsd.data.region import Span
+from fdsd.data.region import Region, Span
 
-__all__ = ["cut", "fold", "fold_dims", "move_dims", "unflatten"]
+__all__ = ["cut", "fold", "fold_dims", "move_dims", "unflatten", "view_of"]
 
 
 def cut(span: Span, bounds: Sequence[int], out: torch.Tensor, dim: int) -> Iterator[tuple[int, Span, torch.Tensor]]:
@@ -64,6 +64,16 @@ def unflatten(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Ten
         step *= size
     shape = (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
     return tensor.as_strided(shape, (*tensor.stride()[:dim], *strides, *tensor.stride()[dim + 1 :]))
+
+
+def view_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """View a region of a tensor: one dim for each pair.
+
+    >>> view_of(torch.arange(6), Region((Span(1, ((2, 3),)),)))
+    tensor([1, 4])
+    """
+    strides, offset = region.strides(tensor.stride())
+    return tensor.as_strided(region.shape, strides, tensor.storage_offset() + offset)
 
 
 def move_dims(out: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:

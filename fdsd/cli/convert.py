@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from fdsd.cli.command import KEY, Command, add_key, dtype_argument, size_argument
@@ -69,11 +68,10 @@ def _rewrites(options: argparse.Namespace) -> Iterator[Callable[[Any], Any]]:
 def _check_target(options: argparse.Namespace) -> None:
     """Refuse what would have no effect, or not the one that was meant, before anything is read."""
     from fdsd.data.errors import Unsupported
-    from fdsd.storage.formats import FORMATS
+    from fdsd.storage.formats import of_target
 
-    suffix = Path(options.target).suffix
-    ours = {end for known in FORMATS.values() for end in known.suffixes}
-    if options.max_shard_size is not None and suffix in ours:
+    _, is_file = of_target(options.target)
+    if options.max_shard_size is not None and is_file:
         raise Unsupported(
             f"--max-shard-size divides the files of a folder, and {options.target} is one file. Name a folder as DST, "
             "or leave the option out."

@@ -83,7 +83,7 @@ def _find_model() -> Path:
     """Find the model that a package ships, without importing the package, which would need more than a file."""
     from importlib.util import find_spec
 
-    from fdsd.storage.files import MissingFile
+    from fdsd.data.errors import MissingFile
 
     spec = find_spec(_MODULE)
     places = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]

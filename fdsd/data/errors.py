@@ -14,8 +14,11 @@ __all__ = [
     "BadFile",
     "BadPattern",
     "DestinationExists",
+    "DiskError",
     "FdsdError",
     "IncompleteGroup",
+    "LazyError",
+    "MissingFile",
     "NameConflict",
     "NotInvertible",
     "OverBudget",
@@ -62,6 +65,10 @@ class Unsupported(FdsdError, TypeError):
     """A leaf, dtype or kind of state that an operation refuses, with the reason."""
 
 
+class LazyError(FdsdError, TypeError, AttributeError):
+    """A lazy tensor was used as if its data were here; the message names ``materialize``."""
+
+
 class OverBudget(FdsdError, RuntimeError):
     """An operation cannot run within the byte budget; the message names the budget that it needs."""
 
@@ -72,6 +79,14 @@ class RankDisagreement(FdsdError, RuntimeError):
 
 class BadFile(FdsdError, ValueError):
     """A file that is truncated, corrupt or not of the expected format."""
+
+
+class MissingFile(BadFile, FileNotFoundError):
+    """A file or folder that is not there."""
+
+
+class DiskError(FdsdError, OSError):
+    """The system refused a file operation: a full disk, a missing permission, a fault of the device."""
 
 
 class UnsafeFile(FdsdError, ValueError):

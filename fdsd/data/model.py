@@ -145,17 +145,18 @@ class ModelSpec:
         >>> ModelSpec({"w": TensorEntry(TensorSpec((2,), torch.int8))}).specs()["w"]
         TensorSpec((2,), torch.int8)
         """
-        owners = {entry.tied_to for entry in self.entries.values()} - {None}
-        return StateDict(
+        tokens = {owner: object() for entry in self.entries.values() if (owner := entry.tied_to) is not None}
+        return StateDict.trusted(
             {
                 name: TensorSpec(
                     entry.spec.shape,
                     entry.spec.dtype,
-                    tie=entry.tied_to or (name if name in owners else None),
+                    tie=tokens.get(entry.tied_to or name),
                 )
                 for name, entry in self.entries.items()
                 if entry.persistent
-            }
+            },
+            kind="abstract",
         )
 
     @property

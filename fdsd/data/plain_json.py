@@ -5,12 +5,12 @@ A value that JSON lacks is an object with one key that begins with ``$``. Nothin
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from fdsd.data import strict_json
 from fdsd.data.errors import BadFile, listing
 from fdsd.data.spec import dtype_name
 from fdsd.data.values import is_dict, is_sequence
@@ -133,23 +133,4 @@ def parse(text: str | bytes, what: str) -> Any:
     Raises:
         BadFile: The text is no JSON, or not strict.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            seen: set[str] = set()
-            double = {key for key, _ in pairs if key in seen or seen.add(key)}  # type: ignore[func-returns-value]
-            raise BadFile(f"{what}: keys that stand twice in one object: {listing(double)}.")
-        return made
-
-    def refuse(constant: str) -> NoReturn:
-        raise BadFile(f"{what}: {constant} is no JSON.")
-
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except BadFile:
-        raise
-    except (ValueError, TypeError) as error:
-        raise BadFile(f"{what}: this is no JSON: {error}.") from error
-    except RecursionError as error:
-        raise BadFile(f"{what}: the JSON is nested too deeply.") from error
+    return strict_json.parse(text, f"{what}: the text")

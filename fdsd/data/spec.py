@@ -110,6 +110,19 @@ def is_exact(leaf: object) -> bool:
     return type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter
 
 
+def _check_grid(leaf: torch.Tensor) -> None:
+    """Raise for tensors that are no grid of elements."""
+    if leaf.is_nested:
+        raise Unsupported("A nested tensor cannot be rewritten; call .unbind() and name its parts one by one.")
+    if leaf.is_quantized:
+        raise Unsupported(
+            f"A quantized tensor of {dtype_name(leaf.dtype)} cannot be rewritten; use .dequantize(), or .int_repr() "
+            "with its scale as a tensor beside it."
+        )
+    if leaf.layout is not torch.strided:
+        raise Unsupported(f"A tensor of layout {leaf.layout} cannot be rewritten; call .to_dense() on it first.")
+
+
 def spec_of(leaf: Any) -> TensorSpec | None:
     """Read the spec off any tensor-like leaf; other objects have none.
 
@@ -127,8 +140,13 @@ def spec_of(leaf: Any) -> TensorSpec | None:
     if isinstance(leaf, TensorSpec):
         return leaf
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout is not torch.strided and is_exact(leaf):
-            raise Unsupported(f"A tensor of layout {leaf.layout} cannot be rewritten; call .to_dense() on it first.")
+        if isinstance(leaf, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer):
+            raise Unsupported(
+                "An uninitialized parameter of a lazy module has no shape yet; run the module once, then take its "
+                "state."
+            )
+        if is_exact(leaf):
+            _check_grid(leaf)
         return TensorSpec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, VirtualTensor):
         return leaf.spec

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast, overload
 
 import optree
 import torch
 
-from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, listing
+from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, Unsupported, listing
 from fdsd.data.naming import nearest
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.ties import ties
 
-__all__ = ["StateDict", "as_mapping", "same_leaf", "specs"]
+__all__ = ["Kind", "StateDict", "as_mapping", "require_mapping", "same_leaf", "specs"]
 
+Kind = Literal["exact", "lazy", "abstract"]
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
 W = TypeVar("W")
@@ -47,11 +48,12 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
     True
     """
 
-    __slots__ = ("_history", "_items", "_metadata")
+    __slots__ = ("_history", "_items", "_kind", "_versions")
 
     _items: dict[str, V_co]
-    _metadata: Mapping[str, Any] | None
+    _versions: Mapping[str, Any] | None
     _history: tuple[Any, ...]
+    _kind: Kind
 
     def __init__(
         self,
@@ -64,28 +66,39 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
             kept: dict[Any, V_co] = dict(given)  # pyright: ignore[reportUnknownArgumentType]
             metadata = getattr(items, "_metadata", None) if metadata is None else metadata
         else:
-            pairs: list[Any] = list(given)
+            pairs = _pairs(given)
             kept = dict(pairs)
             if len(kept) != len(pairs):
                 _refuse_duplicates([name for name, _ in pairs])
         if odd := [name for name in kept if not isinstance(name, str)]:
             raise SpecMismatch(f"StateDict: names are strings; these are not: {listing(odd)}.")
-        self._set(kept, metadata, getattr(items, "_history", ()))
+        self._set(kept, metadata, getattr(items, "_history", ()), getattr(items, "_kind", "exact"))
 
-    def _set(self, items: dict[str, V_co], metadata: Mapping[str, Any] | None, history: tuple[Any, ...] = ()) -> None:
+    def _set(
+        self, items: dict[str, V_co], metadata: Mapping[str, Any] | None, history: tuple[Any, ...], kind: Kind
+    ) -> None:
         object.__setattr__(self, "_items", items)
+        object.__setattr__(self, "_versions", None if metadata is None else MappingProxyType(_copied(metadata)))
         object.__setattr__(self, "_history", history)
-        frozen = None if metadata is None else MappingProxyType(dict(metadata))
-        object.__setattr__(self, "_metadata", frozen)
+        object.__setattr__(self, "_kind", kind)
 
     @classmethod
     def trusted(
-        cls, items: dict[str, W], metadata: Mapping[str, Any] | None = None, history: tuple[Any, ...] = ()
+        cls,
+        items: dict[str, W],
+        metadata: Mapping[str, Any] | None = None,
+        history: tuple[Any, ...] = (),
+        kind: Kind = "exact",
     ) -> StateDict[W]:
         """Wrap a fresh dict that the caller gives away, without checks or a copy (for fdsd's own use)."""
         made: StateDict[W] = object.__new__(StateDict)  # pyright: ignore[reportUnknownVariableType]
-        made._set(items, metadata, history)
+        made._set(items, metadata, history, kind)
         return made
+
+    @property
+    def kind(self) -> Kind:
+        """How a state without tensors counts: as one whose tensors are here, lazy, or known by their specs."""
+        return self._kind
 
     @property
     def history(self) -> tuple[Any, ...]:
@@ -95,7 +108,12 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
     @property
     def metadata(self) -> Mapping[str, Any] | None:
         """The module versions that ``nn.Module.state_dict`` keeps in ``_metadata``, if any."""
-        return self._metadata
+        return self._versions
+
+    @property
+    def _metadata(self) -> OrderedDict[str, Any] | None:
+        """What torch looks for; a fresh copy, since torch writes into it when it loads."""
+        return None if self._versions is None else OrderedDict(_copied(self._versions))
 
     def to_dict(self) -> dict[str, V_co]:
         """Give a fresh dict, which carries ``_metadata`` for ``load_state_dict`` where there is any.
@@ -103,10 +121,11 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
         >>> StateDict({"a": 1}).to_dict()
         {'a': 1}
         """
-        if self._metadata is None:
+        metadata = self._metadata
+        if metadata is None:
             return dict(self._items)
         made: OrderedDict[str, V_co] = OrderedDict(self._items)
-        made._metadata = OrderedDict(self._metadata)  # type: ignore[attr-defined]  # torch's own convention
+        made._metadata = metadata  # type: ignore[attr-defined]  # torch's own convention
         return made
 
     def replace(self, mapping: Mapping[str, W]) -> StateDict[V_co | W]:
@@ -121,11 +140,7 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
                 f"replace: {listing(unknown)} not in this state dict of {len(self)} names"
                 f"{self._hint(unknown[0])}. Use insert() or combine() to add names."
             )
-        return StateDict.trusted({**self._items, **mapping}, self._metadata, self._history)
-
-    def map(self, names_and_leaves: Iterable[tuple[str, W]]) -> StateDict[W]:
-        """Give a state dict of other items that keeps this one's metadata."""
-        return StateDict(names_and_leaves, metadata=self._metadata)
+        return StateDict.trusted({**self._items, **mapping}, self._versions, self._history, self._kind)
 
     def _hint(self, name: object) -> str:
         close = nearest(name, list(self._items)) if isinstance(name, str) else []
@@ -177,8 +192,7 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
     __hash__ = None  # type: ignore[assignment]  # leaves are compared, and tensors have no value hash
 
     def __reduce__(self) -> Any:
-        metadata = None if self._metadata is None else dict(self._metadata)
-        return _rebuild, (self._items, metadata)
+        return _rebuild, (self._items, self._metadata, self._history, self._kind)
 
     def __repr__(self) -> str:
         shown = [f"  {name!r}: {_leaf_text(leaf)}," for name, leaf in list(self._items.items())[:20]]
@@ -198,8 +212,25 @@ class StateDict(Mapping[str, V_co], Generic[V_co]):
             raise TypeError(f"A StateDict is immutable; drop({name!r}) gives a smaller one.")
 
 
-def _rebuild(items: dict[str, Any], metadata: dict[str, Any] | None) -> StateDict[Any]:
-    return StateDict.trusted(items, metadata)
+def _rebuild(
+    items: dict[str, Any], metadata: Mapping[str, Any] | None, history: tuple[Any, ...], kind: Kind
+) -> StateDict[Any]:
+    return StateDict.trusted(items, metadata, history, kind)
+
+
+def _copied(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: dict(versions) for path, versions in metadata.items()}
+
+
+def _pairs(items: Any) -> list[tuple[Any, Any]]:
+    """Read (name, leaf) pairs, or say what was given instead."""
+    try:
+        return [(name, leaf) for name, leaf in items]
+    except (TypeError, ValueError):
+        raise Unsupported(
+            f"StateDict: it is made of a mapping of names to leaves, or of such pairs, not of {type(items).__name__}. "
+            "For a module, give its state_dict()."
+        ) from None
 
 
 def _refuse_duplicates(names: list[str]) -> NoReturn:
@@ -221,6 +252,17 @@ def _leaf_text(leaf: object) -> str:
 def as_mapping(value: object) -> Mapping[str, Any] | None:
     """Give a value that is a mapping as one of names to leaves; ``None`` for anything else."""
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
+
+
+def require_mapping(value: object, what: str) -> Mapping[str, Any]:
+    """Give a value that has to be a state dict, or say what was given instead."""
+    found = as_mapping(value)
+    if found is None:
+        raise Unsupported(
+            f"{what}: it takes a mapping of names to tensors, not {type(value).__name__}. For a module, give its "
+            "state_dict(); for a file, fdsd.open(path)."
+        )
+    return found
 
 
 def same_leaf(a: object, b: object) -> bool:
@@ -258,14 +300,16 @@ def specs(state: Mapping[str, Any]) -> StateDict[Any]:
       'a': TensorSpec((2, 3), torch.float32),
     })
     """
-    tied = {name: group[0] for group in ties(state) for name in group}
+    state = require_mapping(state, "specs")
+    tokens = {name: token for group in ties(state) for token in [object()] for name in group}
     made: dict[str, Any] = {}
     for name, leaf in state.items():
         spec = spec_of(leaf)
-        if spec is not None and name in tied:
-            spec = TensorSpec(spec.shape, spec.dtype, tie=tied[name])
+        token = tokens.get(name)
+        if spec is not None and spec.tie is not token:
+            spec = TensorSpec(spec.shape, spec.dtype, tie=token)
         made[name] = leaf if spec is None else spec
-    return StateDict.trusted(made, getattr(state, "_metadata", None))
+    return StateDict.trusted(made, getattr(state, "_metadata", None), kind="abstract")
 
 
 class _Frame:

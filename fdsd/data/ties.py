@@ -32,11 +32,11 @@ def tie_key(leaf: object) -> Hashable | None:
     >>> tie_key(w) == tie_key(torch.nn.Parameter(w)), tie_key(w) == tie_key(w.t())
     (True, False)
     """
-    if is_exact(leaf):
-        assert isinstance(leaf, torch.Tensor)
-        return storage_id(leaf), leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj()
+    if isinstance(leaf, torch.Tensor) and is_exact(leaf) and leaf.layout is torch.strided and not leaf.is_nested:
+        place = storage_id(leaf), leaf.storage_offset(), tuple(leaf.shape), leaf.stride()
+        return *place, leaf.dtype, leaf.is_conj(), leaf.is_neg()
     if isinstance(leaf, TensorSpec):
-        return None if leaf.tie is None else ("spec", leaf.tie)
+        return None if leaf.tie is None else ("spec", leaf.tie, leaf.shape, leaf.dtype)
     if isinstance(leaf, torch.Tensor | VirtualTensor):
         return "object", id(leaf)
     return None

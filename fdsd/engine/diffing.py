@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from fdsd.algebra.apply import defer
-from fdsd.algebra.dtypes import movable
+from fdsd.algebra.dtypes import as_bytes
 from fdsd.algebra.fill import Session
 from fdsd.algebra.lazy import Lazy
 from fdsd.data.errors import SpecMismatch, plural
@@ -192,17 +192,13 @@ def _compare(a: Lazy, b: Lazy, rtol: float, atol: float) -> ValueDiff | None:
 
 
 def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(_bytes(x), _bytes(y))
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return movable(x).reshape(-1).view(torch.uint8)
+    return torch.equal(as_bytes(x), as_bytes(y))
 
 
 def _errors(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> tuple[int, float, float]:
     """Count the elements that differ beyond the tolerances; give the largest absolute and relative error of them."""
     size = x.dtype.itemsize
-    differs = (_bytes(x).view(-1, size) != _bytes(y).view(-1, size)).any(1)
+    differs = (as_bytes(x).view(-1, size) != as_bytes(y).view(-1, size)).any(1)
     try:
         p, q = (t.reshape(-1)[differs].to(torch.complex128 if t.dtype.is_complex else torch.float64) for t in (x, y))
     except RuntimeError:  # elements that torch cannot read as numbers are equal or not, and no more

@@ -8,14 +8,15 @@ from typing import Any, TypeVar, overload
 import torch
 from attrs import evolve
 
-from fdsd.algebra.apply import evaluate
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Lazy
-from fdsd.data.errors import SpecMismatch, listing
+from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.optim import OptimState
 from fdsd.data.sizes import parse_size
 from fdsd.data.spec import TensorSpec, is_exact
 from fdsd.data.statedict import StateDict
 from fdsd.data.train import TrainState
+from fdsd.data.values import is_mapping
 
 __all__ = ["materialize"]
 
@@ -49,13 +50,15 @@ def materialize(state: Any, *, device: torch.device | str | None = None, budget:
     >>> materialize(defer({"w": torch.ones(2)}))["w"]
     tensor([1., 1.])
     """
-    limit = None if budget is None else parse_size(budget)
+    limit = None if budget is None else parse_size(budget, "budget")
     if isinstance(state, TrainState):
         optim = None if state.optim is None else materialize(state.optim, device=device, budget=budget)
         return evolve(state, model=materialize(state.model, device=device, budget=budget), optim=optim)
     if isinstance(state, OptimState):
         slots = {slot: _materialize(column, device, limit) for slot, column in state.slots.items()}
         return state.replace(slots=slots)
+    if not is_mapping(state):
+        raise Unsupported(f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}.")
     return _materialize(state, device, limit)
 
 

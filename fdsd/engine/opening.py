@@ -8,6 +8,7 @@ from typing import Any
 
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops import Origin
+from fdsd.data.collecting import collector_paused
 from fdsd.data.protocols import Source
 from fdsd.data.statedict import StateDict
 from fdsd.storage.formats import open_source
@@ -41,7 +42,9 @@ def open(path: str | os.PathLike[str], *, format: str | None = None, key: str | 
       'w': <Lazy float32[2, 3]>,
     })
     """
-    return state_of(open_source(path, format=format, key=key))
+    source = open_source(path, format=format, key=key)
+    with collector_paused():
+        return state_of(source)
 
 
 def state_of(source: Source) -> StateDict[Any]:

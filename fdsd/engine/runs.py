@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from fdsd.algebra.plan import Plan, Read
+from fdsd.algebra.lazy import Lazy, Structural
+from fdsd.algebra.ops import Origin
+from fdsd.algebra.plan import Plan, Read, plan_of
 from fdsd.data.protocols import Source
-from fdsd.storage.files import Extent
+from fdsd.data.strides import Dim, joined, offsets, row_major
+from fdsd.storage.files import PAGE, Extent
 
-__all__ = ["CopyRun", "copy_runs"]
+__all__ = ["CopyRun", "Finder", "copy_runs", "start_of"]
 
 _SHORTEST = 1 << 16
 """Below so many bytes a run, reading into memory and writing from there is faster than a system call a run."""
@@ -22,6 +25,47 @@ class CopyRun:
 
     extent: Extent
     offset: int
+
+
+class Finder:
+    """Finds the runs of many tensors: at once for those that are a whole tensor of a source, else by a plan."""
+
+    def __init__(self) -> None:
+        self._extents: dict[int, Callable[[str], object] | None] = {}
+        self._sources: list[Source] = []  # ids must not be used again
+
+    def find(self, node: Lazy) -> Extent | list[CopyRun] | None:
+        """Give the extent or the runs that make up a tensor, if it consists of nothing else."""
+        op = node.op
+        if isinstance(op, Origin):
+            return self._extent(op)
+        return copy_runs(plan_of([node])) if isinstance(op, Structural) and node.spec.numel else None
+
+    def _extent(self, origin: Origin) -> Extent | None:
+        key = id(origin.source)
+        if key not in self._extents:
+            self._extents[key] = getattr(origin.source, "extent", None)
+            self._sources.append(origin.source)
+        give = self._extents[key]
+        found = None if give is None else give(origin.fqn)
+        return found if isinstance(found, Extent) else None
+
+
+def start_of(found: Extent | Sequence[CopyRun]) -> int:
+    """Give a place in a page at which the tensor would begin if most of its bytes kept theirs.
+
+    >>> from fdsd.storage.files import FileStamp
+    >>> extent = Extent("x", 4096 + 64, 512, FileStamp(8192, 0, 0, 0))
+    >>> start_of(extent) % 4096, start_of([CopyRun(extent, 32), CopyRun(extent.part(0, 8), 0)])
+    (64, 32)
+    """
+    if isinstance(found, Extent):
+        return found.offset
+    votes: dict[int, int] = {}
+    for run in found:
+        phase = (run.extent.offset - run.offset) % PAGE
+        votes[phase] = votes.get(phase, 0) + run.extent.nbytes
+    return max(votes, key=lambda phase: (votes[phase], -phase), default=0)
 
 
 def copy_runs(plan: Plan) -> list[CopyRun] | None:
@@ -57,51 +101,16 @@ def _extent(read: Read) -> Extent | None:
 
 def _runs_of(read: Read, extent: Extent) -> list[CopyRun] | None:
     size = read.out.dtype.itemsize
-    strides, start = read.region.strides(_row_major(read.origin.spec.shape))
-    length, outer = _joint(read.region.shape, strides, read.out.strides)
-    count = 1
-    for n, _, _ in outer:
-        count *= n
-    if count > 1 and length * size < _SHORTEST:
+    strides, start = read.region.strides(row_major(read.origin.spec.shape))
+    outer = joined(map(Dim, read.region.shape, strides, read.out.strides))
+    straight = next((dim for dim in outer if dim.source == dim.target == 1), None)
+    length = 1
+    if straight is not None:
+        outer.remove(straight)
+        length = straight.length
+    if outer and length * size < _SHORTEST:
         return None
     return [
         CopyRun(extent.part((start + a) * size, (start + a + length) * size), (read.out.offset + b) * size)
-        for a, b in _offsets(outer)
+        for a, b in offsets(outer)
     ]
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return strides[::-1]
-
-
-_Dim = tuple[int, int, int]
-
-
-def _joint(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> tuple[int, list[_Dim]]:
-    """Find the longest run that is contiguous on both sides, and the dims around it."""
-    dims: list[_Dim] = []
-    for n, x, y in zip(shape, a, b, strict=True):
-        if n == 1:
-            continue
-        if dims and dims[-1][1] == n * x and dims[-1][2] == n * y:
-            dims[-1] = (dims[-1][0] * n, x, y)
-        else:
-            dims.append((n, x, y))
-    if dims and dims[-1][1:] == (1, 1):
-        return dims[-1][0], dims[:-1]
-    return 1, dims
-
-
-def _offsets(dims: Sequence[_Dim]) -> Iterator[tuple[int, int]]:
-    if not dims:
-        yield 0, 0
-        return
-    (n, x, y), rest = dims[0], dims[1:]
-    for i in range(n):
-        for a, b in _offsets(rest):
-            yield i * x + a, i * y + b

@@ -36,7 +36,7 @@ def _tie_specs(rewrite: Rewrite, made: dict[str, Any]) -> None:
     for assign in rewrite.assigns:
         spec, owner = made[assign.target], assign.sources[0] if assign.sources else ""
         if assign.alias and isinstance(spec, TensorSpec) and isinstance(kept := made.get(owner), TensorSpec):
-            token = ("tied", owner) if kept.tie is None else kept.tie
+            token = object() if kept.tie is None else kept.tie
             made[owner] = made[assign.target] = evolve(kept, tie=token)
 
 

@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 from attrs import frozen
 
-from fdsd.data.errors import FdsdError, listing, plural
+from fdsd.data.errors import FdsdError, Unsupported, listing, plural
 from fdsd.data.model import ModelSpec
 from fdsd.data.naming import nearest
 from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem
 from fdsd.data.spec import dtype_name, spec_of
-from fdsd.data.statedict import StateDict, specs
+from fdsd.data.statedict import StateDict, require_mapping, specs
 from fdsd.data.train import TrainState
 from fdsd.pipeline.build import build_leaves
 from fdsd.pipeline.lift import lift_beside
@@ -81,11 +81,11 @@ def abstract(source: Any) -> Any:
     """Give a state of specs in the place of any state; what is lazy is not read."""
     if isinstance(source, ModelSpec):
         return source.specs()
+    if not isinstance(source, TrainState | OptimState):
+        return specs(require_mapping(source, "a pipeline"))
     if isinstance(source, TrainState):
         return TrainState(specs(source.model), None if source.optim is None else abstract(source.optim), source.extra)
-    if isinstance(source, OptimState):
-        return source.replace(slots={slot: specs(column) for slot, column in source.slots.items()})
-    return specs(source)
+    return source.replace(slots={slot: specs(column) for slot, column in source.slots.items()})
 
 
 def check(steps: Iterable[Step], source: Any, expect: Mapping[str, Any] | ModelSpec | None) -> Report:
@@ -98,10 +98,18 @@ def check(steps: Iterable[Step], source: Any, expect: Mapping[str, Any] | ModelS
         where = f"step {number}, {short(step.call_text(), 60)}"
         findings.extend([Finding(number, where, problem) for problem in problems])
     if expect is not None:
-        found = state.model if isinstance(state, TrainState) else state
-        problems = list(_compare(found, abstract(expect), blurred=bool(findings)))
+        problems = list(_compare(_model_of(state), _model_of(abstract(expect)), blurred=bool(findings)))
         findings.extend([Finding(0, "expected", problem) for problem in problems])
     return Report(tuple(findings))
+
+
+def _model_of(state: Any) -> Mapping[str, Any]:
+    """Give the names and specs that are compared."""
+    if isinstance(state, TrainState):
+        return state.model
+    if isinstance(state, OptimState):
+        raise Unsupported("check: an OptimState cannot be compared; give expect= names with tensors or specs.")
+    return require_mapping(state, "check")
 
 
 def trace(step: Step, state: Any, problems: list[Problem]) -> Any:
@@ -120,7 +128,7 @@ def trace(step: Step, state: Any, problems: list[Problem]) -> Any:
         return TrainState(trace(step, state.model, problems), optim, state.extra)
     rewrite = step.rewrite(Scope(state))
     problems.extend(rewrite.problems)
-    return StateDict.trusted(build_leaves(rewrite, state, problems))
+    return StateDict.trusted(build_leaves(rewrite, state, problems), kind="abstract")
 
 
 def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, blurred: bool) -> Iterable[Problem]:

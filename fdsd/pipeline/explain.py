@@ -171,24 +171,24 @@ def explain(steps: Iterable[Step], source: Any) -> Explanation:
     return Explanation(tuple(explained), _size(first), _size(state), _optimizer(first, state))
 
 
-def _assigns(step: Step, state: Any) -> Sequence[Assign]:
-    """Ask a step what it does to the names of a state; what is wrong with that is told by ``trace``."""
+def _assigns(step: Step, state: Any) -> Sequence[Assign] | None:
+    """Ask a step what it does to the names of a state; ``None`` if that fails, and ``trace`` tells why."""
     try:
         return () if step.converts else step.rewrite(Scope(_leaves(state))).assigns
     except FdsdError:
-        return ()
+        return None
 
 
 def _explained(
-    number: int, step: Step, assigns: Sequence[Assign], given: Any, state: Any, problems: Sequence[Problem]
+    number: int, step: Step, found: Sequence[Assign] | None, given: Any, state: Any, problems: Sequence[Problem]
 ) -> Explained:
     call = step.call_text()
     if step.converts:
         return Explained(number, call, (), 0, tuple(problems), gives=type(state).__name__)
-    before, after = _leaves(given), _leaves(state)
+    before, after, assigns = _leaves(given), _leaves(state), found or ()
     changes = [assign for assign in assigns if assign.build is not None or assign.sources != (assign.target,)]
     used = {name for assign in assigns for name in (*assign.sources, *assign.beside)}
-    dropped = {name: leaf for name, leaf in before.items() if name not in used} if assigns else {}
+    dropped = {name: leaf for name, leaf in before.items() if name not in used} if found is not None else {}
     lines = (*made_lines(changes, before, after), *dropped_lines(dropped))
     return Explained(number, call, lines, len(assigns) - len(changes), tuple(problems))
 

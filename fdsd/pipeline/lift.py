@@ -7,7 +7,7 @@ parameters join, others are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from attrs import evolve, frozen
@@ -23,7 +23,7 @@ from fdsd.pipeline.build import build_leaf
 from fdsd.pipeline.rewrite import UNKNOWN, Assign, Rewrite, Scope
 from fdsd.pipeline.step import Step
 
-__all__ = ["lift_alone", "lift_beside"]
+__all__ = ["lift_alone", "lift_beside", "scope_of"]
 
 
 def lift_beside(
@@ -43,10 +43,15 @@ def lift_alone(step: Step, optim: OptimState, problems: list[Problem]) -> OptimS
 
     A parameter's shape is taken from its state; where its slots disagree, only names can be rewritten.
     """
-    scope = Scope({fqn: _shape_by_slots(optim, fqn) for fqn in _listed(optim)})
+    scope = scope_of(optim)
     rewrite = step.rewrite(scope)
     problems.extend(rewrite.problems)
     return _Lift(step, rewrite, scope, optim, problems).run()
+
+
+def scope_of(optim: OptimState) -> Scope:
+    """Give what a step sees of an optimizer's state without its model."""
+    return Scope({fqn: _shape_by_slots(optim, fqn) for fqn in _listed(optim)})
 
 
 def _listed(optim: OptimState) -> list[str]:
@@ -75,7 +80,7 @@ class _Lift:
 
     def run(self) -> OptimState:
         assigns = self._resolved()
-        if self._refuses(assigns):
+        if self._refuses(assigns) or self._would_lose():
             return self.optim
         slots = {slot: self._column(slot, column, assigns) for slot, column in self.optim.slots.items()}
         return self.optim.replace(slots=slots, groups=self._groups(assigns))
@@ -87,13 +92,17 @@ class _Lift:
         """
         assigns = [a for a in self.rewrite.assigns if not a.alias and a.sources]
         used = {name for a in assigns for name in a.sources}
+        listed = dict.fromkeys(_listed(self.optim))
+        gone = [name for name in listed if name not in used]
         stand_in: dict[str, str] = {}
-        for name in _listed(self.optim):
-            if name not in used and (key := self.scope.tie(name)) is not None:
-                for alias in self.scope.names:
-                    if alias in used and alias not in stand_in and self.scope.tie(alias) == key:
-                        stand_in[alias] = name
-                        break
+        if gone:
+            staying: dict[Hashable, list[str]] = {}
+            for name in self.scope.names:
+                if name in used and name not in listed and (key := self.scope.tie(name)) is not None:
+                    staying.setdefault(key, []).append(name)
+            for name in gone:
+                if aliases := staying.get(self.scope.tie(name)):
+                    stand_in[aliases.pop(0)] = name
         if not stand_in:
             return assigns
         return [evolve(a, sources=tuple([stand_in.get(s, s) for s in a.sources])) for a in assigns]
@@ -111,6 +120,22 @@ class _Lift:
             )
             self.problems.append(Problem("unsupported", text, tuple(touched)))
         return bool(touched)
+
+    def _would_lose(self) -> bool:
+        """Whether a name that becomes an alias has state of its own, which would be lost."""
+        listed = set(_listed(self.optim))
+        lost = [
+            a.target
+            for a in self.rewrite.assigns
+            if a.alias and a.target in listed and self.scope.tie(a.target) != self.scope.tie(a.sources[0])
+        ]
+        if lost:
+            text = (
+                f"{listing(lost)} would become further names of other tensors, but the optimizer has state or options "
+                "of their own for them. Drop those from the optimizer first."
+            )
+            self.problems.append(Problem("unsupported", text, tuple(lost)))
+        return bool(lost)
 
     # -- columns -----------------------------------------------------------------------------------------
 

@@ -13,20 +13,23 @@ def move_metadata(metadata: Mapping[str, Any] | None, moves: Iterable[tuple[str,
 
     Args:
         metadata: Module path to versions, as in ``state_dict()._metadata``.
-        moves: (old FQN, new FQN) of tensors that were passed on.
+        moves: (old FQN, new FQN) of tensors, and of the first part of those that were made of several.
 
     >>> move_metadata({"": {"version": 1}, "bn": {"version": 2}}, [("bn.weight", "norm.weight")])
-    {'': {'version': 1}, 'norm': {'version': 2}}
+    {'norm': {'version': 2}, '': {'version': 1}}
     """
     if metadata is None:
         return None
-    moved: dict[str, Any] = {"": metadata[""]} if "" in metadata else {}
+    moved: dict[str, Any] = {}
     for old, new in moves:
+        old_path, new_path = old.split(".")[:-1], new.split(".")[:-1]
         while True:
-            old, _, old_leaf = old.rpartition(".")
-            new, _, new_leaf = new.rpartition(".")
-            if old_leaf != new_leaf or not new or not old or new in moved:
+            source, target = ".".join(old_path), ".".join(new_path)
+            if source in metadata:
+                moved.setdefault(target, metadata[source])
+            if not old_path or not new_path or old_path[-1] != new_path[-1]:
                 break
-            if old in metadata:
-                moved[new] = metadata[old]
+            del old_path[-1], new_path[-1]
+    if "" in metadata:
+        moved.setdefault("", metadata[""])
     return moved

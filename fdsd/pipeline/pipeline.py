@@ -13,8 +13,9 @@ from attrs import field, frozen
 
 from fdsd.data.errors import FdsdError, Unsupported
 from fdsd.data.optim import OptimState
-from fdsd.data.statedict import StateDict, as_mapping
+from fdsd.data.statedict import StateDict, require_mapping
 from fdsd.data.train import TrainState
+from fdsd.pipeline.lift import scope_of
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.run import note_step, run_step
 from fdsd.pipeline.step import Grade, Step
@@ -55,14 +56,9 @@ class _Steps:
         return Grade.worst([step.grade for step in self.steps])
 
     def _run(self, state: Any) -> Any:
-        if not isinstance(state, OptimState | TrainState) and as_mapping(state) is None:
-            raise Unsupported(
-                f"A pipeline runs on a mapping of names to tensors, an OptimState or a TrainState, not on "
-                f"{type(state).__name__}. For a module, give its state_dict()."
-            )
-        if not self.steps and not isinstance(state, OptimState | TrainState | StateDict):
-            return StateDict(as_mapping(state) or {})
         made: Any = state  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(state, OptimState | TrainState | StateDict):
+            made = StateDict(require_mapping(state, "a pipeline"))
         for number, step in enumerate(self.steps, start=1):
             try:
                 made = run_step(step, made)
@@ -88,7 +84,7 @@ class _Steps:
         bound: list[Step] = []
         for number, step in enumerate(self.steps, start=1):
             try:
-                here = [step] if step.converts else step.bind(Scope(_names(state)))
+                here = [step] if step.converts else step.bind(_scope(state))
                 for one in here:
                     state = run_step(one, state)
             except FdsdError as error:
@@ -156,10 +152,10 @@ class _Steps:
         return texts[0] if len(texts) == 1 else "pipe(\n" + "".join([f"    {text},\n" for text in texts]) + ")"
 
 
-def _names(state: Any) -> Any:
-    if isinstance(state, TrainState):
-        return state.model
-    return dict.fromkeys(state.fqns) if isinstance(state, OptimState) else state
+def _scope(state: Any) -> Scope:
+    if isinstance(state, OptimState):
+        return scope_of(state)
+    return Scope(state.model if isinstance(state, TrainState) else state)
 
 
 class Pipeline(_Steps):

@@ -24,7 +24,8 @@ from fdsd.data.errors import (
     listing,
 )
 from fdsd.data.problem import Problem
-from fdsd.data.spec import TensorSpec, spec_of
+from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
+from fdsd.data.statedict import Kind
 from fdsd.data.ties import tie_key
 
 __all__ = ["UNKNOWN", "Assign", "Build", "Rewrite", "Scope", "keep", "problem_of"]
@@ -55,6 +56,21 @@ class Scope:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
         self.names: list[str] = list(state)
+
+    @property
+    def kind(self) -> Kind:
+        """How a step runs here: on tensors that are here, lazily, or on specs alone.
+
+        The leaves tell it; a state without tensors remembers what it came from.
+        """
+        is_lazy = False
+        for leaf in self._state.values():
+            if isinstance(leaf, TensorSpec) or leaf is UNKNOWN:
+                return "abstract"
+            if is_exact(leaf):
+                return "exact"
+            is_lazy = is_lazy or isinstance(leaf, VirtualTensor)
+        return "lazy" if is_lazy else getattr(self._state, "_kind", "exact")
 
     def __contains__(self, name: object) -> bool:
         return name in self._state
@@ -127,6 +143,9 @@ class Rewrite:
             if first is not assign:
                 clashes.setdefault(assign.target, [*first.sources]).extend(assign.sources)
         reported = list(problems)
+        if "" in found:
+            text = f"{listing(found[''].sources)} would have an empty name. Give it one."
+            reported.append(Problem("bad target", text, found[""].sources))
         told = {name for problem in reported for name in problem.names}
         for target, sources in clashes.items():
             if not told & {target, *sources}:

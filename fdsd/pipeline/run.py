@@ -35,15 +35,16 @@ def run_step(step: Step, state: Any) -> Any:
         problems: list[Problem] = []
         optim = None if state.optim is None else lift_beside(step, rewrite, state.model, state.optim, problems)
         raise_problems(step, problems)
-        return TrainState(_run_rewrite(step, rewrite, state.model), optim, state.extra)
+        return TrainState(_run_rewrite(step, rewrite, Scope(state.model), state.model), optim, state.extra)
     if isinstance(state, OptimState):
         problems = []
         lifted = lift_alone(step, state, problems)
         raise_problems(step, problems)
         return lifted
-    rewrite = step.rewrite(Scope(state))
+    scope = Scope(state)
+    rewrite = step.rewrite(scope)
     raise_problems(step, rewrite.problems)
-    return _run_rewrite(step, rewrite, state)
+    return _run_rewrite(step, rewrite, scope, state)
 
 
 def _check_shapes(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> None:
@@ -57,14 +58,14 @@ def _check_shapes(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> Non
         raise_problems(step, problems)
 
 
-def _run_rewrite(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> StateDict[Any]:
+def _run_rewrite(step: Step, rewrite: Rewrite, scope: Scope, state: Mapping[str, Any]) -> StateDict[Any]:
     _check_shapes(step, rewrite, state)
     problems: list[Problem] = []
     made = build_leaves(rewrite, state, problems)
     raise_problems(step, problems)
-    moves = [(a.sources[0], a.target) for a in rewrite.assigns if a.build is None]
+    moves = [(a.sources[0], a.target) for a in rewrite.assigns if a.sources]
     metadata = move_metadata(getattr(state, "_metadata", None), moves)
-    return StateDict.trusted(made, metadata, (*getattr(state, "_history", ()), step))
+    return StateDict.trusted(made, metadata, (*getattr(state, "_history", ()), step), scope.kind)
 
 
 def raise_problems(step: Step, problems: tuple[Problem, ...] | list[Problem]) -> None:

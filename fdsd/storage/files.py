@@ -19,13 +19,11 @@ from typing import Any, NoReturn
 
 from attrs import define, frozen
 
-from fdsd.data.errors import BadFile, FdsdError, SpecMismatch
+from fdsd.data.errors import BadFile, DiskError, FdsdError, MissingFile, SpecMismatch, Unsupported
 
 __all__ = [
-    "DiskError",
     "Extent",
     "FileStamp",
-    "MissingFile",
     "OpenFiles",
     "copy_exactly",
     "local_path",
@@ -43,14 +41,6 @@ PAGE = 4096
 _NO_KERNEL_COPY = frozenset(
     [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EBADF]
 )
-
-
-class MissingFile(BadFile, FileNotFoundError):
-    """A file or folder that is not there."""
-
-
-class DiskError(FdsdError, OSError):
-    """The system refused a file operation: a full disk, a missing permission, a fault of the device."""
 
 
 def refuse(error: OSError, path: str | os.PathLike[str], doing: str) -> NoReturn:
@@ -78,11 +68,27 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """Take what a user gives as a path.
 
     Raises:
+        Unsupported: It is neither text nor a path.
         BadFile: It holds a zero byte, which no file system takes.
+
+    >>> local_path("a/b").name
+    'b'
     """
-    if "\0" in os.fspath(path):
-        raise BadFile(f"{os.fspath(path)!r} is no path: it has a zero byte.")
-    return Path(path)
+    given: object = path
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise Unsupported(f"A path is text or a pathlib.Path, not {type(given).__name__}: {_short(given)}.")
+    if "\0" in text:
+        raise BadFile(f"{text!r} is no path: it has a zero byte.")
+    return Path(text)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @frozen

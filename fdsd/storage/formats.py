@@ -13,14 +13,17 @@ from typing import Any
 
 from attrs import frozen
 
-from fdsd.data.errors import BadFile, Unsupported, listing
+from fdsd.data.errors import BadFile, MissingFile, Unsupported, listing
 from fdsd.data.protocols import Source
-from fdsd.storage.files import FileStamp, MissingFile, local_path, refuse
+from fdsd.storage.files import FileStamp, local_path, refuse
 from fdsd.storage.hf_folder import INDEX_SUFFIX, names_in
 from fdsd.storage.safetensors_source import SafetensorsSource
 from fdsd.storage.torch_file import TorchFileSource
 
-__all__ = ["FORMATS", "Format", "detect", "open_source"]
+__all__ = ["FORMATS", "Format", "detect", "of_target", "open_source"]
+
+_FOREIGN = (".gguf", ".h5", ".json", ".msgpack", ".npz", ".onnx")
+"""Suffixes that nobody means as the name of a folder."""
 
 _TORCH_NAMES = ("pytorch_model.bin", "model.pt", "model.pth", "adapter_model.bin")
 
@@ -33,13 +36,13 @@ class Format:
         name: The word for ``format=``.
         suffixes: How names of its files end.
         open: Gives the source of a path; takes a key where a file can hold several state dicts.
-        streams: Whether it can be written piece by piece, in any order.
+        in_folders: Whether a checkpoint may be a folder of such files.
     """
 
     name: str
     suffixes: tuple[str, ...]
     open: Callable[[Path, str | None], Source]
-    streams: bool
+    in_folders: bool
 
 
 def _open_safetensors(path: Path, key: str | None) -> Source:
@@ -56,8 +59,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         known.name: known
         for known in (
-            Format("safetensors", (".safetensors", INDEX_SUFFIX), _open_safetensors, streams=True),
-            Format("torch", (".pt", ".pth", ".bin", ".ckpt"), _open_torch, streams=False),
+            Format("safetensors", (".safetensors", INDEX_SUFFIX), _open_safetensors, in_folders=True),
+            Format("torch", (".pt", ".pth", ".bin", ".ckpt"), _open_torch, in_folders=False),
         )
     }
 )
@@ -86,15 +89,48 @@ def detect(path: str | os.PathLike[str], format: str | None = None) -> str:
     ('torch', 'safetensors', 'torch')
     """
     if format is not None:
-        if format not in FORMATS:
-            raise Unsupported(f"format={format!r} is not known. There are: {_known()}.")
-        return format
+        return _check(format)
     path = local_path(path)
     found = _of_folder(path) if os.path.isdir(path) else _of_content(path) if os.path.isfile(path) else None
     found = found or _of_name(path)
     if found is None:
         raise Unsupported(f"{path} has no format that is known: {_known()}. Give format= if you know it.")
     return found
+
+
+def _check(format: str) -> str:
+    if not isinstance(format, str) or format not in FORMATS:
+        raise Unsupported(f"format={format!r} is not known. There are: {_known()}.")
+    return format
+
+
+def of_target(path: str | os.PathLike[str], format: str | None = None) -> tuple[str, bool]:
+    """Tell what is meant by a path that is to be written, whatever stands there now.
+
+    Args:
+        path: The path. Upper and lower case are the same in a suffix.
+        format: The format's name; by default the suffix tells it, and a path without one of ours is a folder of
+            safetensors.
+
+    Returns:
+        The format's name, and whether one file is meant; else a folder is.
+
+    Raises:
+        Unsupported: There is no format of this name; or the suffix is that of a format which is not written here.
+
+    >>> of_target("x.SAFETENSORS"), of_target("x.pt"), of_target("llama-3.1"), of_target("x", "torch")
+    (('safetensors', True), ('torch', True), ('safetensors', False), ('torch', True))
+    """
+    path = local_path(path)
+    name = path.name.lower()
+    if name.endswith(INDEX_SUFFIX) or (format is None and name.endswith(_FOREIGN)):
+        raise Unsupported(
+            f"{path} ends in {path.suffix!r}, a format that is not written here. Name x.safetensors, x.pt or a "
+            "folder; format= says which is meant by another name."
+        )
+    told = next((known.name for known in FORMATS.values() if name.endswith(known.suffixes)), None)
+    kind = (told or "safetensors") if format is None else _check(format)
+    return kind, told is not None or not FORMATS[kind].in_folders
 
 
 def _of_name(path: Path) -> str | None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from attrs import frozen
 
-from fdsd.data.errors import BadFile, UnsafeFile, listing, plural
-from fdsd.storage.files import FileStamp, MissingFile, read_exactly, refuse
+from fdsd.data.errors import BadFile, MissingFile, UnsafeFile, listing, plural
+from fdsd.data.strict_json import as_object, parse_object
+from fdsd.storage.files import FileStamp, read_exactly, refuse
 from fdsd.storage.safetensors_header import Header
 from fdsd.storage.shards import INDEX_NAME, SINGLE_NAME
-from fdsd.storage.strict_json import as_object, parse_object
 
 __all__ = ["OLD", "Index", "checkpoint_files", "find_files", "index_text", "is_plain_name", "read_index"]
 

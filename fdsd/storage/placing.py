@@ -23,9 +23,9 @@ from pathlib import Path
 
 from attrs import frozen
 
-from fdsd.data.errors import listing
+from fdsd.data.errors import DiskError, listing
 from fdsd.storage.drafts import Draft, hidden_name, sync_folder
-from fdsd.storage.files import DiskError, refuse
+from fdsd.storage.files import refuse
 
 __all__ = ["Placement"]
 

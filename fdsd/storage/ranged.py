@@ -7,9 +7,7 @@ covering ranges where the elements lie close together, run by run where they do 
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -17,8 +15,9 @@ from fdsd.algebra.dtypes import check_cast, copy_elements
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
+from fdsd.data.strides import Dim, joined, offsets, row_major
 
-__all__ = ["ReadBytes", "contiguous_runs", "memory_of", "read_region", "row_major"]
+__all__ = ["ReadBytes", "contiguous_runs", "memory_of", "read_region"]
 
 ReadBytes = Callable[[int, memoryview], None]
 """Fills memory with the bytes from an offset on, exactly, or raises ``BadFile``."""
@@ -50,28 +49,6 @@ def _memory_at(tensor: torch.Tensor, nbytes: int) -> memoryview:
     if not nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Give the strides of a contiguous tensor.
-
-    >>> row_major((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
-class _Dim(NamedTuple):
-    """A dim of the walk: how long, and how far apart its elements are in the file and in memory."""
-
-    length: int
-    source: int
-    target: int
 
 
 def read_region(read_bytes: ReadBytes, spec: TensorSpec, base: int, region: Region, out: torch.Tensor) -> None:
@@ -110,32 +87,12 @@ def read_region(read_bytes: ReadBytes, spec: TensorSpec, base: int, region: Regi
     steps, start = region.strides(row_major(spec.shape))
     with torch.no_grad():
         walk = _Walk(read_bytes, spec, base, out.detach())
-        walk.run(_merged(map(_Dim, region.shape, steps, out.stride())), start)
+        walk.run(joined(map(Dim, region.shape, steps, out.stride())) or [Dim(1, 1, 1)], start)
 
 
-def _merged(dims: Iterator[_Dim]) -> list[_Dim]:
-    """Order dims as they lie in the file, and join those that are one dim on both sides."""
-    ordered = sorted([dim for dim in dims if dim.length != 1], key=lambda dim: -dim.source)
-    made: list[_Dim] = []
-    for dim in ordered:
-        last = made[-1] if made else None
-        if last and last.source == dim.source * dim.length and last.target == dim.target * dim.length:
-            made[-1] = _Dim(last.length * dim.length, dim.source, dim.target)
-        else:
-            made.append(dim)
-    return made or [_Dim(1, 1, 1)]
-
-
-def _reach(dims: Sequence[_Dim]) -> int:
+def _reach(dims: Sequence[Dim]) -> int:
     """How many consecutive elements of the file cover these dims."""
     return 1 + sum([(dim.length - 1) * dim.source for dim in dims])
-
-
-def _offsets(steps: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """Walk a grid of (length, step, step) in order, and give both offsets of each point."""
-    ranges = [[(i * a, i * b) for i in range(length)] for length, a, b in steps]
-    for point in itertools.product(*ranges):
-        yield sum([a for a, _ in point]), sum([b for _, b in point])
 
 
 class _Walk:
@@ -153,7 +110,7 @@ class _Walk:
         self.dtype = cell if is_raw else spec.dtype
         self.out = out.view(cell) if is_raw else out
 
-    def run(self, dims: list[_Dim], start: int) -> None:
+    def run(self, dims: list[Dim], start: int) -> None:
         """Read all elements of merged dims, the first of which is element ``start`` of the tensor."""
         inner = self._inner(dims)
         last = dims[-1]
@@ -164,7 +121,7 @@ class _Walk:
         for part, source, target in _cut(dims, inner, max(1, SCRATCH // self.item)):
             self._read_through_scratch(part, inner - (len(dims) - len(part)), start + source, target)
 
-    def _inner(self, dims: list[_Dim]) -> int:
+    def _inner(self, dims: list[Dim]) -> int:
         """Give the first dim from which on one covering read is cheaper than many reads."""
         first, reach = len(dims), 1
         while first and (dims[first - 1].source - reach) * self.item <= GAP:
@@ -172,16 +129,16 @@ class _Walk:
             reach += (dims[first].length - 1) * dims[first].source
         return first
 
-    def _read_straight(self, dims: list[_Dim], start: int) -> None:
+    def _read_straight(self, dims: list[Dim], start: int) -> None:
         *outer, last = dims
         span = 1 + sum([(dim.length - 1) * dim.target for dim in dims])
         memory = _memory_at(self.out, span * self.item)
         nbytes = last.length * self.item
-        for source, target in _offsets(outer):
+        for source, target in offsets(outer):
             at = target * self.item
             self.read_bytes(self.base + (start + source) * self.item, memory[at : at + nbytes])
 
-    def _read_through_scratch(self, dims: list[_Dim], inner: int, start: int, target: int) -> None:
+    def _read_through_scratch(self, dims: list[Dim], inner: int, start: int, target: int) -> None:
         """Read dims that fit the scratch, those before ``inner`` one by one, and copy the elements out."""
         inner = max(0, inner)
         reach = _reach(dims[inner:])
@@ -193,8 +150,8 @@ class _Walk:
         if self.scratch.numel() < count:
             self.scratch = torch.empty(count, dtype=_CELLS[self.item])
         memory = memory_of(self.scratch)
-        grid = [(dim.length, dim.source, step) for dim, step in zip(outer, packed, strict=True)]
-        for source, there in _offsets(grid):
+        grid = [Dim(dim.length, dim.source, step) for dim, step in zip(outer, packed, strict=True)]
+        for source, there in offsets(grid):
             at = there * self.item
             self.read_bytes(self.base + (start + source) * self.item, memory[at : at + reach * self.item])
         shape = [dim.length for dim in dims]
@@ -229,7 +186,7 @@ def _matrices(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, 
         yield from _matrices(one, other)
 
 
-def _cut(dims: list[_Dim], inner: int, limit: int) -> Iterator[tuple[list[_Dim], int, int]]:
+def _cut(dims: list[Dim], inner: int, limit: int) -> Iterator[tuple[list[Dim], int, int]]:
     """Cut dims into parts whose scratch has at most ``limit`` elements.
 
     Yields:
@@ -244,13 +201,13 @@ def _cut(dims: list[_Dim], inner: int, limit: int) -> Iterator[tuple[list[_Dim],
     else:
         length = (limit - rooms[cut + 1]) // dim.source + 1 if dim.source else dim.length
     length = max(1, min(length, dim.length))
-    for source, target in _offsets(before):
+    for source, target in offsets(before):
         for i in range(0, dim.length, length):
             part = [dim._replace(length=min(length, dim.length - i)), *rest]
             yield part, source + i * dim.source, target + i * dim.target
 
 
-def _rooms(dims: list[_Dim], inner: int) -> list[int]:
+def _rooms(dims: list[Dim], inner: int) -> list[int]:
     """Give, for every dim, how many elements the scratch of this dim and those behind it has."""
     rooms = [1]
     for k in range(len(dims) - 1, -1, -1):
@@ -282,7 +239,7 @@ def contiguous_runs(spec: TensorSpec, region: Region) -> Iterator[tuple[int, int
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
     begin, length, done = start, 0, 0
-    for source, _ in _offsets([(size, step, 0) for size, step in dims]):
+    for source, _ in offsets([Dim(size, step, 0) for size, step in dims]):
         at = start + source
         if at != begin + length:
             yield begin, done, length

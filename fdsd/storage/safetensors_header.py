@@ -13,16 +13,18 @@ import os
 import struct
 import sys
 from collections.abc import Mapping
+from json.encoder import encode_basestring
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from attrs import frozen
 
+from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import BadFile, SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec, dtype_name
+from fdsd.data.strict_json import as_list, as_object, is_text, parse_object
 from fdsd.storage.files import PAGE, FileStamp, read_exactly, refuse
-from fdsd.storage.strict_json import as_list, as_object, is_text, parse_object
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "build_header", "check_storable", "parse_header", "read_header"]
 
@@ -103,7 +105,8 @@ def read_header(path: str) -> tuple[Header, FileStamp]:
         read_exactly(fd, memoryview(raw), 8, path)
     finally:
         os.close(fd)
-    return parse_header(bytes(raw), stamp.size, path), stamp
+    with collector_paused():
+        return parse_header(bytes(raw), stamp.size, path), stamp
 
 
 def parse_header(raw: bytes, file_size: int, path: str) -> Header:
@@ -281,11 +284,16 @@ def lay_out(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
     >>> lay_out({"a": TensorSpec((3,), torch.int8), "b": TensorSpec((2,), torch.int64)})
     {'b': (0, 16), 'a': (16, 19)}
     """
+    by_width: dict[int, list[tuple[str, int]]] = {}
+    widths = {dtype: dtype.itemsize for dtype in {spec.dtype for spec in specs.values()}}
+    for name, spec in specs.items():
+        by_width.setdefault(widths[spec.dtype], []).append((name, spec.nbytes))
     spans: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-        begin, end = end, end + spec.nbytes
-        spans[name] = begin, end
+    for width in sorted(by_width, reverse=True):
+        for name, nbytes in by_width[width]:
+            begin, end = end, end + nbytes
+            spans[name] = begin, end
     return spans
 
 
@@ -346,9 +354,12 @@ def build_header(
     if odd:
         raise Unsupported(f"{os.fspath(path)}: metadata maps strings to strings; these do not: {listing(odd)}.")
     spans = lay_out(specs)
-    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    entries.update({name: _entry(spec, spans[name]) for name, spec in specs.items()})
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    entries = [f'"{METADATA}":{_compact(dict(metadata))}'] if metadata else []
+    kinds = {kind: _kind(*kind) for kind in {(spec.dtype, spec.shape) for spec in specs.values()}}
+    for name, spec in specs.items():
+        begin, end = spans[name]
+        entries.append(f'{encode_basestring(name)}:{kinds[spec.dtype, spec.shape]},"data_offsets":[{begin},{end}]}}')
+    text = f"{{{','.join(entries)}}}".encode()
     if origins:
         text += b" " * ((best_phase(spans, origins) - 8 - len(text)) % PAGE)
     text += b" " * (-len(text) % 8)
@@ -365,9 +376,13 @@ def _is_entry(key: object, value: object) -> bool:
     return isinstance(key, str) and isinstance(value, str) and is_text(key) and is_text(value)
 
 
-def _entry(spec: TensorSpec, span: tuple[int, int]) -> dict[str, Any]:
-    code = _CODES[spec.dtype]
-    shape = list(spec.shape)
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _kind(dtype: torch.dtype, sizes: tuple[int, ...]) -> str:
+    """Word how an entry begins, which many tensors share."""
+    code, shape = _CODES[dtype], list(sizes)
     if code == "F4":
         shape[-1] *= 2
-    return {"dtype": code, "shape": shape, "data_offsets": list(span)}
+    return _compact({"dtype": code, "shape": shape})[:-1]

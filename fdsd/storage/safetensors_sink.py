@@ -7,14 +7,12 @@ reads tensors or decides what is written.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import SupportsIndex
 
 import torch
-from attrs import frozen
 
 from fdsd.data.errors import BadFile, DestinationExists, SpecMismatch, UnknownName, listing, plural
 from fdsd.data.region import Region
@@ -23,56 +21,15 @@ from fdsd.data.statedict import StateDict
 from fdsd.storage.drafts import Draft, make_folder, remove_folders
 from fdsd.storage.files import Extent, OpenFiles, local_path
 from fdsd.storage.hf_folder import INDEX_SUFFIX, OLD, checkpoint_files, index_text, names_in
+from fdsd.storage.ledger import Ledger
 from fdsd.storage.placing import Placement
 from fdsd.storage.ranged import contiguous_runs, memory_of
 from fdsd.storage.safetensors_header import build_header, check_storable
 from fdsd.storage.safetensors_ties import Ties, split_ties, write_ties
-from fdsd.storage.shards import INDEX_NAME, SINGLE_NAME, parse_size, plan_shards, shard_names
+from fdsd.storage.shards import INDEX_NAME, SINGLE_NAME, plan_shards, shard_names
+from fdsd.storage.slots import Run, Slot
 
 __all__ = ["SafetensorsSink"]
-
-
-@frozen
-class _Slot:
-    """Where a tensor goes: the file, the offset of its first byte, and how many there are."""
-
-    draft: Draft
-    offset: int
-    nbytes: int
-    spec: TensorSpec
-
-
-class _Ledger:
-    """Which bytes of each tensor were written, as intervals."""
-
-    def __init__(self) -> None:
-        self._intervals: dict[str, list[tuple[int, int]]] = {}
-        self._rooms: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def add(self, fqn: str, begin: int, end: int) -> None:
-        with self._lock:
-            known = self._intervals.setdefault(fqn, [])
-            if known and known[-1][0] <= begin <= known[-1][1]:
-                known[-1] = (known[-1][0], max(known[-1][1], end))
-            else:
-                known.append((begin, end))
-            if len(known) > self._rooms.get(fqn, 4096):
-                known[:] = _joined(known)
-                self._rooms[fqn] = max(4096, 2 * len(known))  # so that joining stays cheap on the whole
-
-    def lacks(self, fqn: str, nbytes: int) -> bool:
-        return nbytes > 0 and (0, nbytes) not in _joined(self._intervals.get(fqn, []))
-
-
-def _joined(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    made: list[tuple[int, int]] = []
-    for begin, end in sorted(intervals):
-        if made and begin <= made[-1][1]:
-            made[-1] = (made[-1][0], max(made[-1][1], end))
-        else:
-            made.append((begin, end))
-    return made
 
 
 class SafetensorsSink:
@@ -109,8 +66,8 @@ class SafetensorsSink:
         self._files = OpenFiles(16, os.O_RDWR)
         self._sources = OpenFiles(16)
         self._drafts: list[Draft] = []
-        self._slots: dict[str, _Slot] = {}
-        self._ledger = _Ledger()
+        self._slots: dict[str, Slot] = {}
+        self._ledger = Ledger()
         self._placement: Placement | None = None
         self._folders: list[Path] = []
         self._is_open = True
@@ -123,7 +80,7 @@ class SafetensorsSink:
         *,
         metadata: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
-        origins: Mapping[str, Extent] | None = None,
+        origins: Mapping[str, int] | None = None,
         overwrite: bool = False,
         durable: bool | None = None,
     ) -> SafetensorsSink:
@@ -134,7 +91,7 @@ class SafetensorsSink:
             specs: The tensors, in order; aliases may be among them.
             metadata: More entries for ``__metadata__``; ``format: pt`` is there by itself.
             aliases: Alias to owner; aliases are recorded, not stored.
-            origins: Where bytes of tensors lie that will be copied; it only makes the copies faster.
+            origins: Where tensors begin in the files that they will be copied from; it only makes copies faster.
             overwrite: Whether an existing file may be replaced.
             durable: Whether the commit waits until the bytes are on the disk; by default only if something
                 is replaced, which a power failure must not take away.
@@ -169,7 +126,7 @@ class SafetensorsSink:
         max_shard_size: str | SupportsIndex = "5GB",
         metadata: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
-        origins: Mapping[str, Extent] | None = None,
+        origins: Mapping[str, int] | None = None,
         overwrite: bool = False,
         durable: bool | None = None,
     ) -> SafetensorsSink:
@@ -181,7 +138,7 @@ class SafetensorsSink:
             max_shard_size: The most bytes of tensors in one file, as ``"5GB"`` or a number.
             metadata: More entries for the ``__metadata__`` of each file.
             aliases: Alias to owner; aliases are recorded, not stored.
-            origins: Where bytes of tensors lie that will be copied; it only makes the copies faster.
+            origins: Where tensors begin in the files that they will be copied from; it only makes copies faster.
             overwrite: Whether a checkpoint in the folder may be replaced. Files of the old one that the new
                 one does not have are removed after the new index stands (see ``placing``).
             durable: Whether the commit waits until the bytes are on the disk; by default only if something
@@ -201,7 +158,7 @@ class SafetensorsSink:
         _refuse_other_indexes(path, found)
         stored, ties = split_ties(specs, aliases or {})
         check_storable({**stored, **dict.fromkeys(ties.owners, TensorSpec((), torch.bool))}, path)
-        shards = plan_shards(stored, parse_size(max_shard_size))
+        shards = plan_shards(stored, max_shard_size)
         sink = cls(path, stored, ties, overwrite=overwrite, durable=bool(found) if durable is None else durable)
 
         def begin() -> None:
@@ -219,7 +176,7 @@ class SafetensorsSink:
         return self
 
     def _begin_folder(
-        self, shards: Sequence[Sequence[str]], metadata: Mapping[str, str], origins: Mapping[str, Extent]
+        self, shards: Sequence[Sequence[str]], metadata: Mapping[str, str], origins: Mapping[str, int]
     ) -> None:
         files: dict[str, str] = {}
         for file, names in zip(shard_names(len(shards)), shards, strict=True):
@@ -240,14 +197,14 @@ class SafetensorsSink:
         path: Path,
         specs: Mapping[str, TensorSpec],
         metadata: Mapping[str, str],
-        origins: Mapping[str, Extent],
+        origins: Mapping[str, int],
     ) -> Draft:
         entries = {"format": "pt", **metadata, **write_ties(self._ties, specs)}
-        places = {name: origins[name].offset for name in specs if name in origins}
+        places = {name: origins[name] for name in specs if name in origins}
         head, offsets = build_header(specs, entries, path, origins=places)
         sizes = {name: spec.nbytes for name, spec in specs.items()}
         draft = self._begin_draft(path, head, len(head) + sum(sizes.values()))
-        self._slots.update({n: _Slot(draft, offsets[n], sizes[n], spec) for n, spec in specs.items()})
+        self._slots.update({n: Slot(draft, offsets[n], sizes[n], spec) for n, spec in specs.items()})
         return draft
 
     def _begin_draft(self, path: Path, head: bytes, size: int) -> Draft:
@@ -313,7 +270,35 @@ class SafetensorsSink:
         slot.draft.copy(extent, slot.offset + offset, self._sources)
         self._ledger.add(fqn, offset, offset + extent.nbytes)
 
-    def _slot(self, fqn: str) -> _Slot:
+    def copy_tensors(self, extents: Iterable[tuple[str, Extent]]) -> Iterator[int]:
+        """Write whole tensors that are bytes of other files; neighbours on both sides are one copy.
+
+        Args:
+            extents: The tensors, and the bytes of each.
+
+        Yields:
+            How many bytes were copied, now and then.
+
+        Raises:
+            SpecMismatch: The bytes are too many or too few for the tensor.
+            BadFile: A file was changed after its extent was taken.
+            DiskError: The system refused; the disk may be full.
+        """
+        written = self._ledger.whole
+        run: Run | None = None
+        for fqn, extent in extents:
+            slot = self._slot(fqn)
+            if extent.nbytes != slot.nbytes:
+                raise SpecMismatch(f"{fqn!r} has {slot.nbytes} bytes, and cannot be a copy of {extent.nbytes}.")
+            if run is None or not run.take(fqn, extent, slot):
+                if run is not None:
+                    yield from run.copy(self._sources)
+                run = Run(fqn, fqn, extent, slot, extent.nbytes)
+            written.add(fqn)
+        if run is not None:
+            yield from run.copy(self._sources)
+
+    def _slot(self, fqn: str) -> Slot:
         if not self._is_open:
             raise BadFile(f"{self.path} was committed or aborted; nothing more can be written.")
         if fqn not in self._slots:

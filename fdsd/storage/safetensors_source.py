@@ -123,6 +123,12 @@ class SafetensorsSource:
         path, header, stamp = self._files[owner]
         return Extent(path, header.offsets[owner], header.nbytes[owner], stamp)
 
+    def file(self, fqn: str) -> tuple[str, FileStamp]:
+        """Give the file that holds a tensor, and what it was when it was opened."""
+        self._specs[fqn]
+        path, _, stamp = self._files[self._aliases.get(fqn, fqn)]
+        return path, stamp
+
     def close(self) -> None:
         """Close the descriptors that are open; a later read opens them again."""
         self._open.close()

@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from fdsd.data.errors import BadFile, NameConflict, SpecMismatch, UnknownName, listing
 from fdsd.data.spec import TensorSpec
-from fdsd.storage.strict_json import parse_object
+from fdsd.data.strict_json import parse_object
 
 __all__ = ["ALIASES", "Ties", "read_ties", "split_ties", "write_ties"]
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,9 +25,10 @@ from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import StateDict, specs
 from fdsd.data.ties import ties
+from fdsd.data.values import is_mapping
 from fdsd.storage.files import FileStamp, local_path, refuse
 
-__all__ = ["TorchFileSource", "is_mapping", "load_torch"]
+__all__ = ["TorchFileSource", "load_torch"]
 
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
@@ -159,6 +160,11 @@ class TorchFileSource:
         """List the parts of a tensor: one, the whole, owned by the file."""
         return [Piece(Region.whole(self._specs[fqn].shape), str(self.path))]
 
+    def file(self, fqn: str) -> tuple[str, FileStamp]:
+        """Give the file that holds a tensor, and what it was when it was opened."""
+        self._specs[fqn]  # a name that is not here raises, with the nearest one
+        return str(self.path), self._stamp
+
     def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
         """Read a region into ``out``, which has one dim for each pair and casts to its own dtype.
 
@@ -176,11 +182,6 @@ class TorchFileSource:
     def __repr__(self) -> str:
         key = "" if self.key is None else f", key={self.key!r}"
         return f"TorchFileSource({str(self.path)!r}{key})"
-
-
-def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
-    """Tell whether a loaded object is a mapping of whatever."""
-    return isinstance(value, Mapping)
 
 
 def _pick(value: Any, key: str | None, path: Path) -> Mapping[str, Any]:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from fdsd.data.errors import DestinationExists, Unsupported, listing
-from fdsd.data.spec import TensorSpec, VirtualTensor
+from fdsd.data.errors import DestinationExists, DiskError, Unsupported, listing
+from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 from fdsd.data.statedict import StateDict
-from fdsd.data.ties import tie_key
+from fdsd.data.ties import storage_id, tie_key
+from fdsd.data.values import is_mapping
 from fdsd.storage.drafts import hidden_name, make_folder, mode_at, remove_folders, sync_folder
-from fdsd.storage.files import DiskError, local_path, refuse
-from fdsd.storage.torch_file import is_mapping
+from fdsd.storage.files import local_path, refuse
 
 __all__ = ["compact", "save_torch"]
 
@@ -44,7 +44,7 @@ def compact(state: Mapping[str, Any]) -> dict[str, Any]:
     used: dict[Hashable, dict[Hashable, int]] = {}
     for leaf in state.values():
         if _is_plain(leaf):
-            used.setdefault(leaf.untyped_storage()._cdata, {})[tie_key(leaf)] = leaf.numel() * leaf.itemsize
+            used.setdefault(storage_id(leaf), {})[tie_key(leaf)] = leaf.numel() * leaf.itemsize
     copies: dict[Hashable, torch.Tensor] = {}
     made: dict[str, Any] = {}
     absent = [name for name, leaf in state.items() if isinstance(leaf, VirtualTensor | TensorSpec)]
@@ -52,8 +52,8 @@ def compact(state: Mapping[str, Any]) -> dict[str, Any]:
         raise Unsupported(f"these leaves have no data here: {listing(absent)}. Call materialize() first.")
     for name, leaf in state.items():
         if _is_plain(leaf):
-            storage, key = leaf.untyped_storage(), tie_key(leaf)
-            if storage.nbytes() > sum(used[storage._cdata].values()):
+            key = tie_key(leaf)
+            if leaf.untyped_storage().nbytes() > sum(used[storage_id(leaf)].values()):
                 if key not in copies:
                     copies[key] = leaf.detach().clone(memory_format=torch.contiguous_format)
                 made[name] = copies[key]
@@ -65,7 +65,7 @@ def compact(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    return (type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter) and leaf.layout is torch.strided
+    return is_exact(leaf) and leaf.layout is torch.strided
 
 
 def save_torch(

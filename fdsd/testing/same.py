@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fdsd.algebra.apply import evaluate
 from fdsd.algebra.dtypes import movable
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Lazy
 from fdsd.data.errors import FdsdError
 from fdsd.data.optim import OptimState

@@ -1,10 +1,11 @@
 """The verbs that users compose; each is a step with the rule of what it does and how it is undone."""
 
 from fdsd.transforms.cast import cast
-from fdsd.transforms.choose import combine, drop, filter_frozen, insert, partition, select
+from fdsd.transforms.choose import combine, drop, filter_frozen, partition, select
 from fdsd.transforms.concat import concat, split
 from fdsd.transforms.dims import permute, reshape, transpose
 from fdsd.transforms.functions import add_scalar, map_tensors
+from fdsd.transforms.insert import insert
 from fdsd.transforms.merge import average, lerp
 from fdsd.transforms.names import add_prefix, drop_prefix, rename_fqns, strip_wrappers
 from fdsd.transforms.optim import flatten_optim, unflatten_optim

@@ -18,8 +18,8 @@ from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.step import Grade, Step
 from fdsd.transforms.each import Each
-from fdsd.transforms.regroup import call, require_spec
-from fdsd.transforms.which import Choice, Which
+from fdsd.transforms.regroup import call, require_spec, shown
+from fdsd.transforms.which import Which, choice
 
 __all__ = ["cast"]
 
@@ -35,9 +35,9 @@ class Cast(Each):
 
     @property
     def own_grade(self) -> Grade:
-        if self.from_dtype is None or not is_widening(self.from_dtype, self.dtype):
+        if self.from_dtype is None or self.from_dtype.is_complex != self.dtype.is_complex:
             return Grade.NONE
-        return Grade.EXACT
+        return Grade.EXACT if is_widening(self.from_dtype, self.dtype) else Grade.NONE
 
     def pick(self, scope: Scope) -> tuple[list[str], list[Problem]]:
         if not self.which.is_default:
@@ -55,7 +55,12 @@ class Cast(Each):
     def inverse(self) -> Step:
         if self.from_dtype is None:
             self.refuse_inverse("what dtype it was is not known. Give from_dtype=, or use .bind(source) first.")
-        if self.grade is Grade.NONE:
+        if is_widening(self.from_dtype, self.dtype.to_real()) and self.own_grade is Grade.NONE:
+            self.refuse_inverse(
+                f"a cast back from {dtype_name(self.dtype)} would drop the imaginary part, which cast refuses. Compose "
+                "map_tensors(torch.real)."
+            )
+        if self.own_grade is Grade.NONE:
             self.refuse_inverse(
                 f"{dtype_name(self.dtype)} cannot hold every {dtype_name(self.from_dtype)}, so values were rounded "
                 "away. Keep the source checkpoint instead."
@@ -65,7 +70,7 @@ class Cast(Each):
     def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         if self.from_dtype is not None:
             return (self,)
-        dtypes = [(name, require_spec(scope.spec(name), self.verb).dtype) for name in names]
+        dtypes = [(name, require_spec(scope.spec(name)).dtype) for name in names]
         return self.fix_each("from_dtype", dtypes)
 
     def call_text(self) -> str:
@@ -83,6 +88,9 @@ def cast(dtype: torch.dtype, *which: Which, from_dtype: torch.dtype | None = Non
         from_dtype: The dtype before, checked, and needed for the inverse.
 
     Raises:
+        SpecMismatch: ``dtype`` is none; when run: a tensor is not of ``from_dtype``.
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
         Unsupported: When run: torch cannot cast these elements, or the cast would drop imaginary parts.
 
     Law: exact with ``from_dtype`` or after ``.bind(source)``, if every value of it is one of ``dtype``; otherwise
@@ -92,5 +100,7 @@ def cast(dtype: torch.dtype, *which: Which, from_dtype: torch.dtype | None = Non
     torch.float32
     """
     if not isinstance(dtype, torch.dtype):
-        raise SpecMismatch(f"cast: {dtype!r} is no torch.dtype; write for example cast(torch.bfloat16, 'name').")
-    return Pipeline((Cast(Choice.of(*which), dtype, from_dtype),))
+        raise SpecMismatch(f"cast: {shown(dtype)} is no torch.dtype. Write for example cast(torch.bfloat16, 'name').")
+    if from_dtype is not None and not isinstance(from_dtype, torch.dtype):
+        raise SpecMismatch(f"cast: from_dtype={shown(from_dtype)} is no torch.dtype. Write for example torch.float32.")
+    return Pipeline((Cast(choice("cast", *which), dtype, from_dtype),))

@@ -1,32 +1,25 @@
-"""Verbs that choose names, and functions that divide and join states."""
+"""Verbs that choose names, and functions that divide states by names and join them again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 from attrs import frozen
 
-from fdsd.algebra.apply import Applier, constant, defer_leaf
-from fdsd.algebra.lazy import Lazy
-from fdsd.algebra.ops import Call
-from fdsd.algebra.ops.call import function_name
-from fdsd.data.errors import NameConflict, SpecMismatch, listing
+from fdsd.data.errors import BadPattern, NameConflict, listing
 from fdsd.data.model import ModelSpec
 from fdsd.data.problem import Problem
-from fdsd.data.spec import TensorSpec
-from fdsd.data.statedict import StateDict
+from fdsd.data.statedict import StateDict, require_mapping
 from fdsd.pipeline.pipeline import Pipeline
-from fdsd.pipeline.rewrite import Assign, Rewrite, Scope, keep
+from fdsd.pipeline.rewrite import Rewrite, Scope, keep
 from fdsd.pipeline.step import Grade, Step
+from fdsd.transforms.merge import joint_history, joint_kind
 from fdsd.transforms.regroup import call
-from fdsd.transforms.which import Choice, Which, literal
+from fdsd.transforms.which import Choice, Which, choice, literal
 
-__all__ = ["combine", "drop", "filter_frozen", "insert", "partition", "select"]
-
-Init = float | Callable[[TensorSpec], torch.Tensor]
+__all__ = ["combine", "drop", "filter_frozen", "partition", "select"]
 
 
 @frozen
@@ -81,7 +74,8 @@ class FilterFrozen(_Choosing):
         return Rewrite.of([keep(name) for name in scope.names if name not in gone], problems)
 
     def call_text(self) -> str:
-        return call(self.verb, [f"[{self.which.call_text()}]"])
+        patterns = [pattern.text for pattern in self.which.patterns]
+        return call(self.verb, [self.which.call_text() if self.which.predicates else repr(patterns)])
 
 
 @frozen
@@ -113,44 +107,11 @@ class Only(Step):
         return f"~{self.choice.call_text()}"
 
 
-@frozen
-class Insert(Step):
-    """See ``insert``."""
-
-    name: str
-    spec: TensorSpec
-    init: Init
-    verb: ClassVar[str] = "insert"
-
-    @property
-    def grade(self) -> Grade:
-        return Grade.ONE_SIDED
-
-    def rewrite(self, scope: Scope) -> Rewrite:
-        problems: list[Problem] = []
-        if self.name in scope:
-            text = f"{self.name!r} is there already. Drop it first, or choose another name."
-            problems.append(Problem("collision", text, (self.name,)))
-        is_abstract = any(isinstance(scope.leaf(name), TensorSpec) for name in scope.names)
-        is_lazy = any(isinstance(scope.leaf(name), Lazy) for name in scope.names)
-        build = partial(self._make, is_abstract, is_lazy)
-        return Rewrite.of([*map(keep, scope.names), Assign(self.name, (), build)], problems)
-
-    def _make(self, is_abstract: bool, is_lazy: bool, _apply: Applier, _leaves: Any) -> Any:
-        if is_abstract:
-            return self.spec
-        if not callable(self.init):
-            like = defer_leaf(self.spec) if is_lazy else torch.empty(0)
-            return constant(self.spec, self.init, like=like)
-        init = Call(partial(self.init, self.spec), (self.spec,))
-        return Lazy(init, (), [self.spec]) if is_lazy else init.eager()
-
-    def invert(self) -> tuple[Step, ...]:
-        return (Drop(Choice(literal([self.name]))),)
-
-    def call_text(self) -> str:
-        init = function_name(self.init) if callable(self.init) else repr(self.init)
-        return call(self.verb, [repr(self.name), repr(self.spec), f"init={init}"])
+def _some(verb: str, which: tuple[Which, ...]) -> Choice:
+    """Read names, at least one: choosing by nothing at all is a slip."""
+    if not which:
+        raise BadPattern(f"{verb}: no names were given. Give patterns or a function; an empty list chooses nothing.")
+    return choice(verb, *which)
 
 
 def select(*which: Which) -> Pipeline:
@@ -159,14 +120,18 @@ def select(*which: Which) -> Pipeline:
     Args:
         *which: Patterns of names, which may have unnamed holes ``{_}`` and ``{_...}``, collections of patterns, or
             functions of name and ``TensorSpec`` that tell whether a tensor is meant. A pattern that matches nothing
-            is an error, unless it ends in ``?``.
+            is an error, unless it ends in ``?``; an empty collection chooses nothing.
+
+    Raises:
+        BadPattern: There are no names, or they are none.
+        UnknownName: When run: a pattern matches nothing; with the pattern that would match.
 
     Law: one-sided: ``~`` passes on what ``select`` would let through, and refuses the rest.
 
     >>> list(select("layers.{_...}")({"layers.0.w": 1, "norm": 2}))
     ['layers.0.w']
     """
-    return Pipeline((Select(Choice.of(*which)),))
+    return Pipeline((Select(_some("select", which)),))
 
 
 def drop(*which: Which) -> Pipeline:
@@ -175,19 +140,28 @@ def drop(*which: Which) -> Pipeline:
     Args:
         *which: The names; see ``select``.
 
+    Raises:
+        BadPattern: There are no names, or they are none.
+        UnknownName: When run: a pattern matches nothing; with the pattern that would match.
+
     Law: one-sided: ``~`` asserts that they are absent.
 
     >>> list(drop("{_...}.inv_freq")({"rope.inv_freq": 1, "norm": 2}))
     ['norm']
     """
-    return Pipeline((Drop(Choice.of(*which)),))
+    return Pipeline((Drop(_some("drop", which)),))
 
 
 def filter_frozen(frozen: ModelSpec | Collection[str]) -> Pipeline:
     """Leave out the frozen parameters, and every name that is tied to one of them.
 
     Args:
-        frozen: What a model says is frozen, or the names themselves (patterns).
+        frozen: What a model says is frozen, or the names themselves (patterns). Of the former, a state need not hold
+            all.
+
+    Raises:
+        BadPattern: They are no names.
+        UnknownName: When run: a pattern matches nothing.
 
     Law: one-sided: ``~`` asserts that they are absent.
 
@@ -195,35 +169,27 @@ def filter_frozen(frozen: ModelSpec | Collection[str]) -> Pipeline:
     >>> list(filter_frozen(["embed"])({"embed": w, "head": w, "norm": torch.ones(1)}))
     ['norm']
     """
-    if isinstance(frozen, ModelSpec):  # a state need not hold all that the model has
+    if isinstance(frozen, torch.nn.Module):
+        raise BadPattern(
+            "filter_frozen: it takes names or a ModelSpec, not a module. Give the names of its frozen parameters: "
+            "[n for n, p in module.named_parameters() if not p.requires_grad]."
+        )
+    if isinstance(frozen, ModelSpec):
         patterns = tuple([pattern.as_optional() for pattern in literal(frozen.frozen)])
         return Pipeline((FilterFrozen(Choice(patterns)),))
-    return Pipeline((FilterFrozen(Choice.of(frozen)),))
-
-
-def insert(name: str, spec: TensorSpec, *, init: Init) -> Pipeline:
-    """Add a tensor under a new name, at the end.
-
-    Args:
-        name: The name.
-        spec: Shape and dtype of the tensor.
-        init: One value for all elements, or a function that makes the tensor from the spec.
-
-    Raises:
-        NameConflict: When run: the name is there already.
-
-    Law: one-sided: ``~`` drops it.
-
-    >>> insert("scale", TensorSpec((2,), torch.float32), init=1.0)({})["scale"]
-    tensor([1., 1.])
-    """
-    if not isinstance(spec, TensorSpec):
-        raise SpecMismatch(f"insert: spec is a TensorSpec, not {type(spec).__name__}.")
-    return Pipeline((Insert(name, spec, init),))
+    return Pipeline((FilterFrozen(choice("filter_frozen", frozen)),))
 
 
 def partition(state: Mapping[str, Any], *which: Which) -> tuple[StateDict[Any], StateDict[Any]]:
     """Divide a state into the tensors with these names and the others.
+
+    Args:
+        state: The state, a mapping.
+        *which: The names; see ``select``.
+
+    Raises:
+        BadPattern: There are no names, or they are none.
+        UnknownName: A pattern matches nothing.
 
     Law: ``combine(*partition(state, ...))`` equals ``state``, but for the order.
 
@@ -231,15 +197,23 @@ def partition(state: Mapping[str, Any], *which: Which) -> tuple[StateDict[Any], 
     >>> list(chosen), list(others)
     (['a'], ['b'])
     """
-    choice = Choice.of(*which)
-    return Pipeline((Select(choice),))(state), Pipeline((Drop(choice),))(state)
+    chosen = _some("partition", which)
+    given = require_mapping(state, "partition")
+    return Pipeline((Select(chosen),))(given), Pipeline((Drop(chosen),))(given)
 
 
 def combine(*states: Mapping[str, Any]) -> StateDict[Any]:
-    """Join states with different names into one.
+    """Join states with different names into one, in order.
+
+    The steps that made all of them alike are kept for ``save`` to record.
+
+    Args:
+        *states: The states; none at all give an empty one.
 
     Raises:
         NameConflict: A name is in two of them.
+        Unsupported: One is no mapping.
+        SpecMismatch: Names are not strings.
 
     >>> list(combine({"a": 1}, {"b": 2}))
     ['a', 'b']
@@ -247,10 +221,11 @@ def combine(*states: Mapping[str, Any]) -> StateDict[Any]:
     made: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     twice: set[str] = set()
-    for state in states:
+    given = [StateDict(require_mapping(state, "combine")) for state in states]
+    for state in given:
         twice.update(name for name in state if name in made)
         made.update(state)
-        metadata.update(getattr(state, "_metadata", None) or {})
+        metadata.update(state.metadata or {})
     if twice:
         raise NameConflict(f"combine: {listing(twice)} in more than one state. Rename or drop them first.")
-    return StateDict(made, metadata=metadata or None)
+    return StateDict.trusted(made, metadata or None, joint_history(given), joint_kind(given))

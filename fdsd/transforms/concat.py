@@ -14,16 +14,21 @@ from fdsd.algebra.ops import Concat as ConcatOp
 from fdsd.algebra.ops import MergeDims, Slice, SplitDim
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.grouping import Group, check_groups_round_trip, check_many, group_many, group_split
-from fdsd.data.template import Template, as_template, escape
+from fdsd.data.template import Template
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope
 from fdsd.pipeline.step import Grade, Step
 from fdsd.transforms.regroup import (
     as_dim,
+    as_int,
+    as_ints,
+    as_pattern,
     call,
+    optional_ints,
     refuse_unless_undone,
     regroup,
     require_spec,
+    said_once,
     templates,
     templates_text,
     unknown,
@@ -71,8 +76,12 @@ class Concat(Step):
         return regroup(scope, [name for group in found.groups for name in group.members], comes, found.problems)
 
     def _join(self, apply: Applier, leaves: Sequence[Any]) -> Any:
-        specs = [require_spec(leaf, self.verb) for leaf in leaves]
-        dim = as_dim(self.dim, specs[0], self.verb)
+        with said_once(self.verb):
+            return self._joined(apply, leaves)
+
+    def _joined(self, apply: Applier, leaves: Sequence[Any]) -> Any:
+        specs = [require_spec(leaf) for leaf in leaves]
+        dim = as_dim(self.dim, specs[0])
         found = tuple([spec.shape[dim] if dim < spec.ndim else 0 for spec in specs])
         if self.sizes is not None and found != self.sizes:
             raise SpecMismatch(f"the parts have sizes {found} in dim {dim}, not sizes={self.sizes}.")
@@ -98,17 +107,27 @@ class Concat(Step):
             return (self,)
         back = group_split(self.target, self.sources, found.rewrite(scope.names))
         refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
-        sizes = {group: self._sizes(scope, group) for group in whole}
+        if self.sizes is not None:
+            return (self,)
+        try:
+            sizes = {group: self._sizes(scope, group) for group in whole}
+        except SpecMismatch:  # running the step says it better: for all groups at once
+            return (self,)
         if len(set(sizes.values())) == 1:
             return (evolve(self, sizes=sizes[whole[0]]),)
         return tuple(
-            Concat(tuple(map(_exactly, group.members)), _exactly(group.target), self.dim, sizes[group], self.groups)
+            evolve(
+                self,
+                sources=tuple(map(Template.literal, group.members)),
+                target=Template.literal(group.target),
+                sizes=sizes[group],
+            )
             for group in whole
         )
 
     def _sizes(self, scope: Scope, group: Group) -> tuple[int, ...]:
-        specs = [require_spec(scope.spec(name), self.verb) for name in group.members]
-        return tuple([spec.shape[as_dim(self.dim, spec, self.verb)] for spec in specs])
+        specs = [require_spec(scope.spec(name)) for name in group.members]
+        return tuple([spec.shape[as_dim(self.dim, spec)] for spec in specs])
 
     def call_text(self) -> str:
         named: dict[str, Any] = {"dim": self.dim}
@@ -150,8 +169,8 @@ class Split(Step):
 
     def _cut(self, k: int, apply: Applier, leaves: Sequence[Any]) -> Any:
         (leaf,) = leaves
-        spec = require_spec(leaf, self.verb)
-        dim = as_dim(self.dim, spec, self.verb)
+        spec = require_spec(leaf)
+        dim = as_dim(self.dim, spec)
         if spec.shape[dim] != sum(self.sizes):
             raise SpecMismatch(
                 f"dim {dim} of shape {spec.shape} has size {spec.shape[dim]}, but sizes={self.sizes} add up to "
@@ -181,10 +200,6 @@ class Split(Step):
         return call(self.verb, [repr(self.source.text), templates_text(self.targets)], **named)
 
 
-def _exactly(name: str) -> Template:
-    return Template(escape(name))
-
-
 def concat(
     sources: Sequence[str | Template],
     target: str | Template,
@@ -206,6 +221,7 @@ def concat(
 
     Raises:
         BadPattern: The patterns do not fit each other.
+        UnknownName: When run: nothing matches the sources.
         IncompleteGroup: When run: a group lacks a part.
         SpecMismatch: When run: shapes or dtypes do not fit, or blocks do not divide exactly.
 
@@ -216,8 +232,14 @@ def concat(
     >>> p({"0.q": torch.tensor([1, 2]), "0.k": torch.tensor([3, 4])})["0.qk"]
     tensor([1, 3, 2, 4])
     """
-    given = None if sizes is None else tuple(sizes)
-    return Pipeline((Concat(templates(sources), as_template(target), dim, given, groups),))
+    step = Concat(
+        templates("concat", "sources", sources),
+        as_pattern("concat", "target", target),
+        as_int("concat", "dim", dim),
+        optional_ints("concat", "sizes", sizes),
+        as_int("concat", "groups", groups),
+    )
+    return Pipeline((step,))
 
 
 def split(
@@ -238,7 +260,9 @@ def split(
         groups: How many blocks of each part were taken in turn; see ``concat``.
 
     Raises:
-        SpecMismatch: When run: the sizes do not add up to the tensor's.
+        BadPattern: The patterns do not fit each other.
+        UnknownName: When run: nothing matches the source.
+        SpecMismatch: ``sizes`` do not divide into ``groups``; when run: they do not add up to the tensor's.
 
     Law: exact; ``~`` is the ``concat``.
 
@@ -247,4 +271,11 @@ def split(
     >>> parts["q"], parts["k"]
     (tensor([1]), tensor([2, 3]))
     """
-    return Pipeline((Split(as_template(source), templates(targets), dim, tuple(sizes), groups),))
+    step = Split(
+        as_pattern("split", "source", source),
+        templates("split", "targets", targets),
+        as_int("split", "dim", dim),
+        as_ints("split", "sizes", sizes),
+        as_int("split", "groups", groups),
+    )
+    return Pipeline((step,))

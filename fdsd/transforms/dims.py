@@ -17,8 +17,8 @@ from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.step import Grade, Step
 from fdsd.transforms.each import Each
-from fdsd.transforms.regroup import as_dim, call, require_spec
-from fdsd.transforms.which import Choice, Which
+from fdsd.transforms.regroup import as_dim, as_int, as_ints, call, optional_ints, require_spec
+from fdsd.transforms.which import Which, choice
 
 __all__ = ["permute", "reshape", "transpose"]
 
@@ -36,7 +36,7 @@ class Transpose(Each):
         return Grade.EXACT
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
-        a, b = as_dim(self.dim0, spec, self.verb), as_dim(self.dim1, spec, self.verb)
+        a, b = as_dim(self.dim0, spec), as_dim(self.dim1, spec)
         dims = list(range(spec.ndim))
         dims[a], dims[b] = b, a
         return apply(PermuteOp(tuple(dims)), leaf)
@@ -124,7 +124,7 @@ class Reshape(Each):
     def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         if self.from_shape is not None:
             return (self,)
-        shapes = [(name, require_spec(scope.spec(name), self.verb).shape) for name in names]
+        shapes = [(name, require_spec(scope.spec(name)).shape) for name in names]
         return self.fix_each("from_shape", shapes)
 
     def call_text(self) -> str:
@@ -172,25 +172,40 @@ def transpose(which: Which, dim0: int = -2, dim1: int = -1) -> Pipeline:
         dim0: One dim; negative ones count from the end.
         dim1: The other.
 
+    Raises:
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
+        SpecMismatch: A dim is no whole number; when run: a tensor has no such dim.
+
     Law: exact; it is its own inverse.
 
     >>> import torch
     >>> transpose("w")({"w": torch.zeros(2, 3)})["w"].shape
     torch.Size([3, 2])
     """
-    return Pipeline((Transpose(Choice.of(which), dim0, dim1),))
+    first, second = as_int("transpose", "dim0", dim0), as_int("transpose", "dim1", dim1)
+    return Pipeline((Transpose(choice("transpose", which), first, second),))
 
 
 def permute(which: Which, dims: Sequence[int]) -> Pipeline:
     """Reorder the dims of each tensor: dim ``i`` of the result is dim ``dims[i]`` of the source.
 
-    Law: exact.
+    Args:
+        which: The names; see ``select``.
+        dims: Each dim once; negative ones count from the end.
+
+    Raises:
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
+        SpecMismatch: ``dims`` is no order of dims; when run: a tensor has more or fewer.
+
+    Law: exact; ``~`` is the order back.
 
     >>> import torch
     >>> permute("w", (2, 0, 1))({"w": torch.zeros(2, 3, 4)})["w"].shape
     torch.Size([4, 2, 3])
     """
-    return Pipeline((Permute(Choice.of(which), tuple(dims)),))
+    return Pipeline((Permute(choice("permute", which), as_ints("permute", "dims", dims)),))
 
 
 def reshape(which: Which, shape: Sequence[int], *, from_shape: Sequence[int] | None = None) -> Pipeline:
@@ -201,6 +216,11 @@ def reshape(which: Which, shape: Sequence[int], *, from_shape: Sequence[int] | N
         shape: The new shape; one size may be -1, to be worked out.
         from_shape: The shape before, checked, and needed for the inverse.
 
+    Raises:
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
+        SpecMismatch: ``shape`` is none; when run: the elements do not fit it, or a tensor is not of ``from_shape``.
+
     Law: exact with ``from_shape``, or after ``.bind(source)``.
 
     >>> import torch
@@ -209,5 +229,5 @@ def reshape(which: Which, shape: Sequence[int], *, from_shape: Sequence[int] | N
             [2, 3],
             [4, 5]])
     """
-    given = None if from_shape is None else tuple(from_shape)
-    return Pipeline((Reshape(Choice.of(which), tuple(shape), given),))
+    new, old = as_ints("reshape", "shape", shape), optional_ints("reshape", "from_shape", from_shape)
+    return Pipeline((Reshape(choice("reshape", which), new, old),))

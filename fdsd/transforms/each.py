@@ -8,11 +8,12 @@ from typing import Any
 from attrs import evolve, frozen
 
 from fdsd.algebra.apply import Applier
+from fdsd.data.errors import SpecMismatch
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope, keep
 from fdsd.pipeline.step import Grade, Step
-from fdsd.transforms.regroup import require_spec
+from fdsd.transforms.regroup import require_spec, said_once
 from fdsd.transforms.which import Choice, literal
 
 __all__ = ["Each"]
@@ -37,7 +38,8 @@ class Each(Step):
         return self.which.pick(scope)
 
     def _build(self, apply: Applier, leaves: Sequence[Any]) -> Any:
-        return self.make(apply, leaves[0], require_spec(leaves[0], self.verb))
+        with said_once(self.verb):
+            return self.make(apply, leaves[0], require_spec(leaves[0]))
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
         """Make the new leaf."""
@@ -71,7 +73,10 @@ class Each(Step):
         if problems:
             return (self,)
         step = evolve(self, which=Choice(literal(names))) if self.which.predicates else self
-        return step.fix(scope, names)
+        try:
+            return step.fix(scope, names)
+        except SpecMismatch:  # running the step says it better: for all tensors at once
+            return (step,)
 
     def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         """Write into the step what its inverse needs to know of the tensors with these names."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
-from attrs import field, frozen
+from attrs import frozen
 
-from fdsd.data.errors import NotInvertible, listing
-from fdsd.data.problem import Problem, describe
+from fdsd.data.errors import BadPattern, FdsdError, NotInvertible, listing
+from fdsd.data.problem import Problem
 from fdsd.data.rules import Rules, RuleTable, check_round_trip
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope
 from fdsd.pipeline.step import Grade, Step
+from fdsd.transforms.regroup import refuse_unless_undone, shown
 
 __all__ = ["add_prefix", "drop_prefix", "rename_fqns", "strip_wrappers"]
 
@@ -21,7 +23,6 @@ class RenameFqns(Step):
     """See ``rename_fqns``."""
 
     table: RuleTable
-    is_inverse: bool = field(default=False, eq=False)  # then each name is checked against the way back
     verb: ClassVar[str] = "rename_fqns"
 
     @property
@@ -34,24 +35,53 @@ class RenameFqns(Step):
 
     def rewrite(self, scope: Scope) -> Rewrite:
         renaming = self.table.apply(scope.names)
-        problems = list(renaming.problems)
-        if self.is_inverse and not problems:
-            problems = check_round_trip(self.table, self.table.invert(), scope.names)
-        pairs = zip(scope.names, renaming.targets, strict=True)
-        return Rewrite.of([Assign(target, (name,)) for name, target in pairs], problems)
+        return _renamed(scope.names, renaming.targets, renaming.problems)
 
     def invert(self) -> tuple[Step, ...]:
-        return (RenameFqns(self.table.invert(), True),)
+        try:
+            self.table.invert()
+        except NotInvertible as error:
+            self.refuse_inverse(str(error))
+        return (UndoRename(self.table),)
 
     def bind(self, scope: Scope) -> tuple[Step, ...]:
         if self.grade is Grade.EXACT and not self.table.apply(scope.names).problems:
-            problems = check_round_trip(self.table, self.table.invert(), scope.names)
-            if problems:
-                raise NotInvertible(f"rename_fqns: {describe(problems)}")
+            refuse_unless_undone(self.verb, check_round_trip(self.table, self.table.invert(), scope.names))
         return (self,)
 
     def call_text(self) -> str:
         return f"rename_fqns({self.table.arguments()})"
+
+
+@frozen
+class UndoRename(Step):
+    """The inverse of ``rename_fqns``: the sides swapped, and each name checked there and back.
+
+    So it is not the rename with the sides swapped, which takes names that would come back as others.
+    """
+
+    table: RuleTable
+    verb: ClassVar[str] = "~rename_fqns"
+
+    @property
+    def grade(self) -> Grade:
+        return Grade.EXACT
+
+    def rewrite(self, scope: Scope) -> Rewrite:
+        back = self.table.invert()
+        renaming = back.apply(scope.names)
+        problems = renaming.problems or check_round_trip(back, self.table, scope.names)
+        return _renamed(scope.names, renaming.targets, problems)
+
+    def invert(self) -> tuple[Step, ...]:
+        return (RenameFqns(self.table),)
+
+    def call_text(self) -> str:
+        return f"~rename_fqns({self.table.arguments()})"
+
+
+def _renamed(names: Sequence[str], targets: Sequence[str], problems: Iterable[Problem]) -> Rewrite:
+    return Rewrite.of([Assign(target, (name,)) for name, target in zip(names, targets, strict=True)], problems)
 
 
 def rename_fqns(rules: Rules, *, inverse: Rules | None = None) -> Pipeline:
@@ -65,17 +95,25 @@ def rename_fqns(rules: Rules, *, inverse: Rules | None = None) -> Pipeline:
     Raises:
         BadPattern: A pattern is malformed, or the sides of a rule have different holes.
         UnknownName: When run: a rule that matches nothing, unless it ends in ``?``.
-        NameConflict: When run: two names map to one.
+        NameConflict: When run: two names map to one, or a function gives something else than a name.
+        Unsupported: ``rules`` are no rules at all.
 
-    Law: exact: ``~`` swaps the sides, and checks each name there and back.
+    Law: exact: ``~`` swaps the sides, and checks each name there and back. That makes it another pipeline than the
+    rename with the sides swapped, which takes names that would come back as others.
 
     >>> p = rename_fqns({"layers.{i}.wq": "blocks.{i}.q"})
     >>> list(p({"layers.0.wq": 1, "norm": 2}))
     ['blocks.0.q', 'norm']
+    >>> list((~p)({"blocks.0.q": 1, "norm": 2}))
+    ['layers.0.wq', 'norm']
     >>> ~p
-    rename_fqns({'blocks.{i}.q': 'layers.{i}.wq'})
+    ~rename_fqns({'layers.{i}.wq': 'blocks.{i}.q'})
     """
-    return Pipeline((RenameFqns(RuleTable.make(rules, inverse)),))
+    try:
+        return Pipeline((RenameFqns(RuleTable.make(rules, inverse)),))
+    except FdsdError as error:
+        error.args = (f"rename_fqns: {error}",)
+        raise
 
 
 @frozen
@@ -131,26 +169,39 @@ class DropPrefix(Step):
 def add_prefix(prefix: str) -> Pipeline:
     """Put a prefix before every name.
 
+    Args:
+        prefix: The text, with its dot.
+
     Law: exact: ``~add_prefix(s) == drop_prefix(s)``.
 
     >>> list(add_prefix("model.")({"w": 1}))
     ['model.w']
     """
-    return Pipeline((AddPrefix(prefix),))
+    return Pipeline((AddPrefix(_text("add_prefix", prefix)),))
 
 
 def drop_prefix(prefix: str) -> Pipeline:
     """Take a prefix off every name.
 
+    Args:
+        prefix: The text, with its dot.
+
     Raises:
         UnknownName: When run: some names do not begin with it.
+        NameConflict: When run: a name is nothing but the prefix.
 
     Law: exact: ``~drop_prefix(s) == add_prefix(s)``.
 
     >>> list(drop_prefix("model.")({"model.w": 1}))
     ['w']
     """
-    return Pipeline((DropPrefix(prefix),))
+    return Pipeline((DropPrefix(_text("drop_prefix", prefix)),))
+
+
+def _text(verb: str, prefix: Any) -> str:
+    if not isinstance(prefix, str):
+        raise BadPattern(f"{verb}: a prefix is a str, such as 'model.', not {shown(prefix)}.")
+    return prefix
 
 
 WRAPPERS = frozenset(["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from attrs import field, frozen
+from attrs import frozen
 
 from fdsd.algebra.apply import Applier
 from fdsd.algebra.ops import MergeDims, Permute, SplitDim
@@ -13,8 +13,8 @@ from fdsd.data.spec import TensorSpec
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.step import Grade, Step
 from fdsd.transforms.each import Each
-from fdsd.transforms.regroup import call
-from fdsd.transforms.which import Choice, Which
+from fdsd.transforms.regroup import as_int, call, shown
+from fdsd.transforms.which import Which, choice
 
 __all__ = ["permute_rope"]
 
@@ -25,13 +25,13 @@ Order = Literal["halves", "pairs"]
 class PermuteRope(Each):
     """See ``permute_rope``."""
 
-    heads: int = field(default=1)
+    heads: int = 1
     to: Order = "halves"
     verb: ClassVar[str] = "permute_rope"
 
     def __attrs_post_init__(self) -> None:
         if self.to not in ("halves", "pairs"):
-            raise SpecMismatch(f"permute_rope: to={self.to!r}, but the orders are 'halves' and 'pairs'.")
+            raise SpecMismatch(f"permute_rope: to={shown(self.to)}, but the orders are 'halves' and 'pairs'.")
         if self.heads < 1:
             raise SpecMismatch(f"permute_rope: heads={self.heads}, but there is 1 head or more.")
 
@@ -68,7 +68,10 @@ def permute_rope(which: Which, *, heads: int, to: Order) -> Pipeline:
             neighbours, as in Meta's checkpoints.
 
     Raises:
-        SpecMismatch: When run: the rows do not divide into heads of an even number of rows.
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
+        SpecMismatch: ``heads`` or ``to`` is none; when run: the rows do not divide into heads of an even number of
+            rows.
 
     The rule: transformers, ``convert_llama_weights_to_hf.py``, ``permute``.
 
@@ -78,4 +81,4 @@ def permute_rope(which: Which, *, heads: int, to: Order) -> Pipeline:
     >>> permute_rope("q", heads=1, to="halves")({"q": torch.tensor([0, 1, 2, 3])})["q"]
     tensor([0, 2, 1, 3])
     """
-    return Pipeline((PermuteRope(Choice.of(which), heads, to),))
+    return Pipeline((PermuteRope(choice("permute_rope", which), as_int("permute_rope", "heads", heads), to),))

@@ -12,13 +12,13 @@ from fdsd.algebra.apply import Applier, constant
 from fdsd.algebra.ops import Concat, Slice
 from fdsd.algebra.ops import IndexSelect as IndexSelectOp
 from fdsd.data.errors import SpecMismatch
-from fdsd.data.spec import TensorSpec
+from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.step import Grade, Step
 from fdsd.transforms.each import Each
-from fdsd.transforms.regroup import as_dim, call, require_spec
-from fdsd.transforms.which import Choice, Which
+from fdsd.transforms.regroup import as_dim, as_int, as_ints, call, optional_int, require_spec
+from fdsd.transforms.which import Which, choice
 
 __all__ = ["crop", "index_select", "pad"]
 
@@ -40,7 +40,7 @@ class IndexSelect(Each):
         return Grade.EXACT if self._is_permutation else Grade.NONE
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
-        return apply(IndexSelectOp(as_dim(self.dim, spec, self.verb), self.index), leaf)
+        return apply(IndexSelectOp(as_dim(self.dim, spec), self.index), leaf)
 
     def inverse(self) -> Step:
         if not self._is_permutation:
@@ -50,8 +50,8 @@ class IndexSelect(Each):
 
     def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         for name in names if self._is_permutation else ():
-            spec = require_spec(scope.spec(name), self.verb)
-            size = spec.shape[as_dim(self.dim, spec, self.verb)]
+            spec = require_spec(scope.spec(name))
+            size = spec.shape[as_dim(self.dim, spec)]
             if size != len(self.index):
                 self.refuse_inverse(f"{name!r} has {size} indices there, so it is no permutation of them.")
         return (self,)
@@ -71,10 +71,11 @@ class _Sized(Each):
 
     def __attrs_post_init__(self) -> None:
         if self.to < 0 or (self.from_size is not None and self.from_size < 0):
-            raise SpecMismatch(f"{self.verb}: sizes are 0 or more, not {self.to} from {self.from_size}.")
+            before = "" if self.from_size is None else f" from {self.from_size}"
+            raise SpecMismatch(f"{self.verb}: sizes are 0 or more, not {self.to}{before}.")
 
     def _measure(self, spec: TensorSpec) -> tuple[int, int]:
-        dim = as_dim(self.dim, spec, self.verb)
+        dim = as_dim(self.dim, spec)
         size = spec.shape[dim]
         if self.from_size is not None and size != self.from_size:
             raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, not from_size={self.from_size}.")
@@ -83,7 +84,7 @@ class _Sized(Each):
     def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
         if self.from_size is not None:
             return (self,)
-        sizes = [(name, self._measure(require_spec(scope.spec(name), self.verb))[1]) for name in names]
+        sizes = [(name, self._measure(require_spec(scope.spec(name)))[1]) for name in names]
         return self.fix_each("from_size", sizes)
 
     def call_text(self) -> str:
@@ -143,18 +144,30 @@ def index_select(which: Which, index: Sequence[int] | torch.Tensor, *, dim: int 
 
     Args:
         which: The names; see ``select``.
-        index: The indices, 0 or more: index ``i`` of the result is index ``index[i]`` of the source.
+        index: The indices, 0 or more: index ``i`` of the result is index ``index[i]`` of the source. A tensor has one
+            dim and whole numbers; a mask is none.
         dim: The dim; negative ones count from the end.
+
+    Raises:
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
+        SpecMismatch: Indices are no whole numbers; when run: a tensor has no such dim or index.
 
     Law: exact if ``index`` is a permutation of the dim, otherwise not invertible.
 
     >>> index_select("w", [2, 0], dim=0)({"w": torch.tensor([5, 6, 7])})["w"]
     tensor([7, 5])
     """
-    values: list[Any] = [*map(int, index.reshape(-1))] if isinstance(index, torch.Tensor) else list(index)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
-        raise SpecMismatch(f"index_select: indices are whole numbers in one dim, not {values[:5]!r}.")
-    return Pipeline((IndexSelect(Choice.of(which), tuple(values), dim),))
+    values: Any = index
+    if isinstance(index, torch.Tensor):
+        if index.ndim != 1 or index.dtype is torch.bool or index.is_floating_point() or index.is_complex():
+            raise SpecMismatch(
+                f"index_select: index is a tensor of whole numbers in one dim, not {spec_of(index)}. Of a mask, give "
+                "mask.nonzero().flatten()."
+            )
+        values = list(index)
+    indices = as_ints("index_select", "index", values)
+    return Pipeline((IndexSelect(choice("index_select", which), indices, as_int("index_select", "dim", dim)),))
 
 
 def pad(which: Which, to: int, *, dim: int = 0, from_size: int | None = None) -> Pipeline:
@@ -166,12 +179,18 @@ def pad(which: Which, to: int, *, dim: int = 0, from_size: int | None = None) ->
         dim: The dim; negative ones count from the end.
         from_size: The size before, checked, and needed for the inverse.
 
+    Raises:
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
+        SpecMismatch: A size is none; when run: a tensor has no such dim, is larger, or not of ``from_size``.
+
     Law: exact with ``from_size``, or after ``.bind(source)``; ``~`` is the ``crop``.
 
     >>> pad("w", 3)({"w": torch.tensor([5, 6])})["w"]
     tensor([5, 6, 0])
     """
-    return Pipeline((Pad(Choice.of(which), to, dim, from_size),))
+    size, before = as_int("pad", "to", to), optional_int("pad", "from_size", from_size)
+    return Pipeline((Pad(choice("pad", which), size, as_int("pad", "dim", dim), before),))
 
 
 def crop(which: Which, to: int, *, dim: int = 0, from_size: int | None = None) -> Pipeline:
@@ -183,9 +202,15 @@ def crop(which: Which, to: int, *, dim: int = 0, from_size: int | None = None) -
         dim: The dim; negative ones count from the end.
         from_size: The size before, checked, and needed for the inverse.
 
+    Raises:
+        BadPattern: Names are no names.
+        UnknownName: When run: a pattern matches nothing.
+        SpecMismatch: A size is none; when run: a tensor has no such dim, is smaller, or not of ``from_size``.
+
     Law: one-sided with ``from_size``, or after ``.bind(source)``: ``~`` pads with zeros.
 
     >>> crop("w", 2)({"w": torch.tensor([5, 6, 0])})["w"]
     tensor([5, 6])
     """
-    return Pipeline((Crop(Choice.of(which), to, dim, from_size),))
+    size, before = as_int("crop", "to", to), optional_int("crop", "from_size", from_size)
+    return Pipeline((Crop(choice("crop", which), size, as_int("crop", "dim", dim), before),))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from fdsd.algebra.apply import Applier
 from fdsd.algebra.ops import Select
@@ -20,11 +20,24 @@ from fdsd.data.grouping import (
     group_indexed,
     group_unindexed,
 )
-from fdsd.data.template import Template, as_template
+from fdsd.data.problem import Problem
+from fdsd.data.template import Template, escape
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope
 from fdsd.pipeline.step import Grade, Step
-from fdsd.transforms.regroup import as_dim, call, refuse_unless_undone, regroup, require_spec, unknown
+from fdsd.transforms.regroup import (
+    as_dim,
+    as_int,
+    as_pattern,
+    call,
+    optional_int,
+    refuse_unless_undone,
+    regroup,
+    require_spec,
+    said_once,
+    shown,
+    unknown,
+)
 
 __all__ = ["stack", "unstack"]
 
@@ -72,8 +85,9 @@ class Stack(_Indexed):
         return regroup(scope, [name for group in found.groups for name in group.members], comes, found.problems)
 
     def _join(self, apply: Applier, leaves: Sequence[Any]) -> Any:
-        spec = require_spec(leaves[0], self.verb)
-        return apply(StackOp(as_dim(self.dim, spec, self.verb, extra=1)), *leaves)
+        spec = require_spec(leaves[0])
+        with said_once(self.verb):
+            return apply(StackOp(as_dim(self.dim, spec, extra=1)), *leaves)
 
     def invert(self) -> tuple[Step, ...]:
         return (Unstack(self.target, self.source, self.index, self.dim, self.num),)
@@ -85,7 +99,7 @@ class Stack(_Indexed):
         nums = {len(group.members) for group in found.groups}
         back = group_unindexed(self.target, self.source, found.rewrite(scope.names), max(nums), index=self.index)
         refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
-        return (Stack(self.source, self.target, self.index, self.dim, max(nums)),)
+        return (evolve(self, num=max(nums)),)
 
 
 @frozen
@@ -109,23 +123,32 @@ class Unstack(_Indexed):
         return regroup(scope, [spread.source for spread in found.groups], comes, found.problems)
 
     def _spreads(self, scope: Scope) -> Groups[Spread]:
-        def count(name: str) -> int:
-            spec = scope.spec(name) if scope.is_known(name) else None
-            if spec is None:
-                raise BadPattern("its number of parts is not known here. Give num=.")
-            try:
-                return spec.shape[as_dim(self.dim, spec, self.verb)]
-            except SpecMismatch as error:
-                raise BadPattern(str(error)) from error
+        faults: dict[str, Problem] = {}
 
-        return group_unindexed(
-            self.source, self.target, scope.names, count if self.num is None else self.num, index=self.index
-        )
+        def count(name: str) -> int:
+            try:
+                return self._count(scope, name)
+            except SpecMismatch as error:
+                faults[name] = Problem("spec", f"{name!r}: {error}", (name,))
+                return 1
+
+        num = count if self.num is None else self.num
+        found = group_unindexed(self.source, self.target, scope.names, num, index=self.index)
+        if faults:
+            found.groups = [spread for spread in found.groups if spread.source not in faults]
+            found.problems[:0] = faults.values()
+        return found
+
+    def _count(self, scope: Scope, name: str) -> int:
+        if not scope.is_known(name):
+            raise SpecMismatch("the number of its parts is not known here. Give num=.")
+        spec = require_spec(scope.spec(name))
+        return spec.shape[as_dim(self.dim, spec)]
 
     def _take(self, k: int, num: int, apply: Applier, leaves: Sequence[Any]) -> Any:
         (leaf,) = leaves
-        spec = require_spec(leaf, self.verb)
-        dim = as_dim(self.dim, spec, self.verb)
+        spec = require_spec(leaf)
+        dim = as_dim(self.dim, spec)
         if spec.shape[dim] != num:
             raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {spec.shape[dim]}, not num={num}.")
         return apply(Select(dim, k), leaf)
@@ -138,11 +161,38 @@ class Unstack(_Indexed):
         if found.problems or not found.groups:
             return (self,)
         nums = {len(spread.targets) for spread in found.groups}
-        if len(nums) > 1:
-            return (self,)
-        back = group_indexed(self.target, self.source, found.rewrite(scope.names), index=self.index, num=max(nums))
-        refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
-        return (Unstack(self.source, self.target, self.index, self.dim, max(nums)),)
+        steps = [evolve(self, num=max(nums))] if len(nums) == 1 else [self._only(spread) for spread in found.groups]
+        for step in steps:
+            there = step._spreads(scope)
+            back = group_indexed(step.target, step.source, there.rewrite(scope.names), index=self.index, num=step.num)
+            refuse_unless_undone(self.verb, check_groups_round_trip(there, back))
+        return tuple(steps)
+
+    def _only(self, spread: Spread) -> Unstack:
+        """The same for one name alone: the index is the only hole that is left."""
+        bindings = self.source.match(spread.source) or {}
+        pieces = [
+            escape(piece)
+            if isinstance(piece, str)
+            else escape(piece.encode(bindings[piece.name]))
+            if piece.name in bindings
+            else piece.text
+            for piece in self.target.pieces
+        ]
+        target = Template("".join(pieces))
+        return evolve(self, source=Template.literal(spread.source), target=target, num=len(spread.targets))
+
+
+def _arguments(
+    verb: str, source: Any, target: Any, index: Any, dim: Any, num: Any
+) -> tuple[Template, Template, str | None, int, int | None]:
+    if index is not None and not isinstance(index, str):
+        raise BadPattern(f"{verb}: index is the name of a hole, a str, not {shown(index)}.")
+    count = optional_int(verb, "num", num)
+    if count is not None and count < 1:
+        raise SpecMismatch(f"{verb}: num={count}, but a stack has 1 part or more.")
+    patterns = as_pattern(verb, "source", source), as_pattern(verb, "target", target)
+    return *patterns, index, as_int(verb, "dim", dim), count
 
 
 def stack(
@@ -165,6 +215,7 @@ def stack(
 
     Raises:
         BadPattern: The patterns do not fit each other.
+        UnknownName: When run: nothing matches the source.
         IncompleteGroup: When run: the indices are not ``0..n-1``, or not the same everywhere; it names them.
         SpecMismatch: When run: shapes or dtypes differ.
 
@@ -175,7 +226,7 @@ def stack(
     tensor([[1],
             [2]])
     """
-    return Pipeline((Stack(as_template(source), as_template(target), index, dim, num),))
+    return Pipeline((Stack(*_arguments("stack", source, target, index, dim, num)),))
 
 
 def unstack(
@@ -195,10 +246,15 @@ def unstack(
         dim: The dim that goes away; negative ones count from the end.
         num: How many parts there must be; otherwise as many as the dim has.
 
+    Raises:
+        BadPattern: The patterns do not fit each other.
+        UnknownName: When run: nothing matches the source.
+        SpecMismatch: When run: there is no such dim, or its size is not ``num``.
+
     Law: exact; ``~`` is the ``stack``.
 
     >>> import torch
     >>> list(unstack("e.w", "e.{x}.w")({"e.w": torch.zeros(2, 3)}))
     ['e.0.w', 'e.1.w']
     """
-    return Pipeline((Unstack(as_template(source), as_template(target), index, dim, num),))
+    return Pipeline((Unstack(*_arguments("unstack", source, target, index, dim, num)),))

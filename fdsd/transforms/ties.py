@@ -14,12 +14,12 @@ from fdsd.data.errors import BadPattern, listing
 from fdsd.data.problem import Problem
 from fdsd.data.rules import RuleTable
 from fdsd.data.spec import TensorSpec, is_exact
-from fdsd.data.template import Template, as_template
+from fdsd.data.template import Template
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope, keep
 from fdsd.pipeline.step import Grade, Step
-from fdsd.transforms.regroup import call
-from fdsd.transforms.which import Choice, Which
+from fdsd.transforms.regroup import as_pattern, call, said_once, shown
+from fdsd.transforms.which import Choice, Which, choice
 
 __all__ = ["tie", "untie"]
 
@@ -67,31 +67,15 @@ class Tie(Step):
         if chained := [alias for alias, owner in owners.items() if owner in owners]:
             text = f"{listing(chained)} tied to a name that is itself an alias here. Tie all to the one owner."
             problems.append(Problem("collision", text, tuple(chained)))
-        unsure = self._unsure(scope, owners)
+        unsure = _unsure(scope, owners)
         assigns = [self._assign(name, owners.get(name, name), name in owners, unsure) for name in scope.names]
         new = [self._assign(alias, owner, True, unsure) for alias, owner in owners.items() if alias not in scope]
         return Rewrite.of([*assigns, *new], problems)
 
-    def _unsure(self, scope: Scope, owners: dict[str, str]) -> dict[str, tuple[str, ...]]:
-        """For each owner, the aliases that are there already as tensors of their own: they must hold its values."""
-        found: dict[str, list[str]] = {}
-        for alias, owner in owners.items():
-            if alias in scope and (scope.tie(alias) is None or scope.tie(alias) != scope.tie(owner)):
-                found.setdefault(owner, []).append(alias)
-        return {owner: tuple(aliases) for owner, aliases in found.items()}
-
     def _assign(self, name: str, owner: str, is_alias: bool, unsure: dict[str, tuple[str, ...]]) -> Assign:
         beside = unsure.get(owner, ())
-        build = partial(self._same, (owner, *beside), is_alias) if beside else None
+        build = partial(_same, self.verb, (owner, *beside), is_alias) if beside else None
         return Assign(name, (owner,), build, is_alias, beside)
-
-    def _same(self, names: tuple[str, ...], is_alias: bool, apply: Applier, leaves: Sequence[Any]) -> Any:
-        """The owner's leaf, once all are found to be equal; what is not here is checked when it is read."""
-        is_here = all(is_exact(leaf) or isinstance(leaf, TensorSpec) for leaf in leaves)
-        if len(leaves) == 1 or (is_here and is_alias):  # one column of an optimizer; checked for the owner
-            return leaves[0]
-        checked = apply(Same(names, self.verb), *leaves)
-        return leaves[0] if is_here else checked
 
     def invert(self) -> tuple[Step, ...]:
         return (DropAliases(self.pairs),)
@@ -100,9 +84,28 @@ class Tie(Step):
         return call(self.verb, [_pairs_text(self.pairs)])
 
 
+def _unsure(scope: Scope, owners: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """For each owner, the aliases that are there as tensors of their own: they must hold its values."""
+    found: dict[str, list[str]] = {}
+    for alias, owner in owners.items():
+        if alias in scope and (scope.tie(alias) is None or scope.tie(alias) != scope.tie(owner)):
+            found.setdefault(owner, []).append(alias)
+    return {owner: tuple(aliases) for owner, aliases in found.items()}
+
+
+def _same(verb: str, names: tuple[str, ...], is_alias: bool, apply: Applier, leaves: Sequence[Any]) -> Any:
+    """The owner's leaf, once all are found to be equal; what is not here is checked when it is read."""
+    is_here = all(is_exact(leaf) or isinstance(leaf, TensorSpec) for leaf in leaves)
+    if len(leaves) == 1 or (is_here and is_alias):  # one column of an optimizer; checked for the owner
+        return leaves[0]
+    with said_once(verb):
+        checked = apply(Same(names, verb), *leaves)
+    return leaves[0] if is_here else checked
+
+
 @frozen
 class DropAliases(Step):
-    """The inverse of ``tie``: the aliases go, once they are found to be tied to their owners."""
+    """The inverse of ``tie``: the aliases go, once they are found to be tied to their owners, or equal to them."""
 
     pairs: Pairs
     verb: ClassVar[str] = "~tie"
@@ -117,11 +120,12 @@ class DropAliases(Step):
         if absent:
             text = f"{listing(absent)} not there, so there is nothing to undo. Tie first, or leave this step out."
             problems.append(Problem("missing", text, tuple(absent)))
-        for alias, owner in owners.items():
-            if alias in scope and (scope.tie(alias) is None or scope.tie(alias) != scope.tie(owner)):
-                text = f"{alias!r} is not tied to {owner!r}, so dropping it would lose it. Tie them first."
-                problems.append(Problem("round trip", text, (alias, owner)))
-        return Rewrite.of([keep(name) for name in scope.names if name not in owners], problems)
+        unsure = _unsure(scope, owners)
+        return Rewrite.of([self._assign(n, unsure.get(n, ())) for n in scope.names if n not in owners], problems)
+
+    def _assign(self, name: str, beside: tuple[str, ...]) -> Assign:
+        build = partial(_same, self.verb, (name, *beside), False) if beside else None
+        return Assign(name, (name,), build, False, beside)
 
     def invert(self) -> tuple[Step, ...]:
         return (Tie(self.pairs),)
@@ -179,17 +183,25 @@ def tie(aliases: Mapping[str, str]) -> Pipeline:
             the end of the owner allows that it is absent. An alias that is there already must hold the same values.
 
     Raises:
+        BadPattern: There are no names, or they are no patterns with the same holes.
         UnknownName: When run: the owner is not there.
+        NameConflict: When run: an alias would have two owners.
         SpecMismatch: When run: alias and owner are both there and unequal.
 
-    Law: exact: ``~`` drops the aliases, once they are found to be tied.
+    Law: exact: ``~`` drops the aliases, once they are found to be tied to their owners, or equal to them.
 
     >>> import torch
     >>> state = tie({"head": "embed"})({"embed": torch.ones(2)})
     >>> state["head"] is state["embed"]
     True
     """
-    pairs = tuple((as_template(alias), as_template(owner)) for alias, owner in aliases.items())
+    if not isinstance(aliases, Mapping):
+        raise BadPattern(f"tie: it takes a mapping, {{alias: owner}}, not {shown(aliases)}.")
+    if not aliases:
+        raise BadPattern("tie: no names were given. Write tie({alias: owner}).")
+    pairs = tuple(
+        (as_pattern("tie", "an alias", alias), as_pattern("tie", "an owner", owner)) for alias, owner in aliases.items()
+    )
     for alias, owner in pairs:
         if alias.optional:
             raise BadPattern(f"tie: the '?' stands on the owner: write {{{alias.text[:-1]!r}: {owner.text + '?'!r}}}.")
@@ -203,6 +215,10 @@ def untie(*which: Which) -> Pipeline:
     Args:
         *which: The names; see ``select``. Where all names of one tensor are given, the first keeps the tensor.
 
+    Raises:
+        BadPattern: There are no names, or they are none.
+        UnknownName: When run: a pattern matches nothing.
+
     Law: not invertible, as the owner is not known any more; ``tie`` ties again.
 
     >>> import torch
@@ -211,4 +227,6 @@ def untie(*which: Which) -> Pipeline:
     >>> state["head"] is w, torch.equal(state["head"], w)
     (False, True)
     """
-    return Pipeline((Untie(Choice.of(*which)),))
+    if not which:
+        raise BadPattern("untie: no names were given. For all that are tied, write untie('{_...}').")
+    return Pipeline((Untie(choice("untie", *which)),))

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
-from attrs import frozen
+import torch
+from attrs import field, frozen
 
 from fdsd.algebra.ops.call import function_name
-from fdsd.data.errors import BadPattern
-from fdsd.data.naming import nearest
+from fdsd.data.errors import BadPattern, add_note, plural
+from fdsd.data.naming import nearest_template
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec
 from fdsd.data.template import Template, escape
 from fdsd.pipeline.rewrite import Scope
+from fdsd.transforms.regroup import shown
 
-__all__ = ["Choice", "Which", "literal"]
+__all__ = ["Choice", "Which", "choice", "literal"]
 
 Predicate = Callable[[str, TensorSpec], bool]
 Which = str | Template | Collection[str | Template] | Predicate
 """Names: a pattern, several, or a function of a tensor's name and spec."""
 
+_SUGGESTED = 10
+"""A suggestion looks at every name, so only this many patterns that match nothing get one."""
+
 
 @frozen
 class Choice:
-    """What a verb works on; empty means what the verb works on by default.
+    """What a verb works on.
+
+    ``is_default`` tells that nothing was given, so that the verb's own default holds; an empty list chooses nothing.
 
     >>> Choice.of("a.{_}").pick(Scope({"a.b": 1, "c": 2}))
     (['a.b'], [])
@@ -31,27 +39,33 @@ class Choice:
 
     patterns: tuple[Template, ...] = ()
     predicates: tuple[Predicate, ...] = ()
+    is_default: bool = field(default=False, kw_only=True)
 
     @classmethod
     def of(cls, *which: Which) -> Choice:
-        """Read what a user gave: patterns, collections of patterns, functions."""
+        """Read what a user gave: patterns, collections of patterns, functions.
+
+        Raises:
+            BadPattern: Something is none of these.
+        """
         patterns: list[Template] = []
         predicates: list[Predicate] = []
         for item in which:
             if isinstance(item, str | Template):
                 patterns.append(_selector(item))
+            elif isinstance(item, torch.nn.Module):
+                raise BadPattern("names are given as patterns or as a function, not as a module. Give its names.")
             elif callable(item):
                 predicates.append(item)
-            elif isinstance(item, Collection):
-                patterns.extend([_selector(pattern) for pattern in item])
+            elif isinstance(item, Collection) and not isinstance(item, bytes | torch.Tensor):
+                ordered = sorted(item, key=str) if isinstance(item, set | frozenset) else item
+                patterns.extend([_selector(pattern) for pattern in ordered])
             else:
-                raise BadPattern(f"Names are given as patterns or as a function, not as {type(item).__name__}.")
-        return cls(tuple(dict.fromkeys(patterns)), tuple(predicates))
-
-    @property
-    def is_default(self) -> bool:
-        """Whether nothing was given."""
-        return not self.patterns and not self.predicates
+                raise BadPattern(
+                    f"names are given as patterns, in collections of them, or as a function, not as "
+                    f"{type(item).__name__}: {shown(item)}."
+                )
+        return cls(tuple(dict.fromkeys(patterns)), tuple(predicates), is_default=not which)
 
     def pick(self, scope: Scope) -> tuple[list[str], list[Problem]]:
         """Give the chosen names in the order of the scope, and a problem for each pattern that chooses none."""
@@ -66,38 +80,70 @@ class Choice:
             used.update(hits)
             if hits or any(_holds(fn, name, scope) for fn in self.predicates):
                 chosen.append(name)
-        return chosen, [_unmatched(p, scope) for p in self.patterns if p not in used and not p.optional]
+        idle = [p for p in self.patterns if p not in used and not p.optional]
+        return chosen, [_unmatched(p, scope, is_hinted=at < _SUGGESTED) for at, p in enumerate(idle)]
 
     def call_text(self) -> str:
         """Give the source text of the arguments."""
         texts = [repr(p.text) for p in self.patterns]
-        return ", ".join([*texts, *[function_name(fn) for fn in self.predicates]])
+        texts += [function_name(fn) for fn in self.predicates]
+        return ", ".join(texts) if texts or self.is_default else "[]"
 
     def one_text(self) -> str:
         """Give the source text as a single argument."""
         if len(self.patterns) + len(self.predicates) == 1:
             return self.call_text()
-        return f"[{self.call_text()}]"
+        return f"[{', '.join([repr(p.text) for p in self.patterns])}]"
 
 
-def _selector(pattern: str | Template) -> Template:
+def choice(verb: str, *which: Which) -> Choice:
+    """Read the names that a verb was given, or say what is wrong with them.
+
+    Raises:
+        BadPattern: They are no names.
+    """
+    try:
+        return Choice.of(*which)
+    except BadPattern as error:
+        error.args = (f"{verb}: {error}",)
+        raise
+
+
+def _selector(pattern: Any) -> Template:
+    if not isinstance(pattern, str | Template):
+        raise BadPattern(f"each of several names is a pattern, a str, not {shown(pattern)}.")
     return pattern if isinstance(pattern, Template) else Template.selector(pattern)
 
 
 def _holds(fn: Predicate, name: str, scope: Scope) -> bool:
     """Ask a predicate; objects that are no tensors have no spec and are not chosen."""
     spec = scope.spec(name)
-    return spec is not None and bool(fn(name, spec))
+    if spec is None:
+        return False
+    try:
+        return bool(fn(name, spec))
+    except Exception as error:
+        add_note(error, f"{function_name(fn)}, asked whether {name!r}, {spec}, is meant")
+        raise
 
 
-def _unmatched(pattern: Template, scope: Scope) -> Problem:
-    close = nearest(pattern.text, scope.names)
-    hint = f"; the nearest name is {close[0]!r}" if close else ""
+def _unmatched(pattern: Template, scope: Scope, *, is_hinted: bool) -> Problem:
     text = (
-        f"no name matches {pattern.text!r} among {len(scope.names)}{hint}. "
+        f"no name matches {pattern.text!r} among {len(scope.names)}{_suggestion(pattern, scope) if is_hinted else ''}. "
         "Correct it, or end it in '?' if it may be absent."
     )
     return Problem("unmatched rule", text)
+
+
+def _suggestion(pattern: Template, scope: Scope) -> str:
+    """Give the pattern that would match, or else the nearest name."""
+    found, close = nearest_template(pattern, scope.names)
+    if close is None:
+        return ""
+    if found is None or found.is_literal:
+        return f"; the nearest name is {close!r}"
+    count = sum(1 for _ in found.matcher.find(scope.names))
+    return f"; {found.text!r} would match {plural(count, 'name')}, such as {close!r}"
 
 
 def literal(names: Iterable[str]) -> tuple[Template, ...]:

@@ -54,9 +54,10 @@ def kernel_copy(source: Path, target: Path, durable: bool = False, aligned: bool
     opened = SafetensorsSource(source)
     specs = {f"model.{name}": spec for name, spec in opened.specs().items()}
     extents = {f"model.{name}": opened.extent(name) for name in opened.specs()}
-    with SafetensorsSink.create(target, specs, durable=durable, origins=extents if aligned else None) as sink:
-        for name, extent in extents.items():
-            sink.copy(name, 0, extent)
+    origins = {name: extent.offset for name, extent in extents.items()} if aligned else None
+    with SafetensorsSink.create(target, specs, durable=durable, origins=origins) as sink:
+        for _ in sink.copy_tensors(extents.items()):
+            pass
 
 
 def through_memory(source: Path, target: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.apply import apply, defer_leaf
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Op
 from fdsd.data.spec import TensorSpec, spec_of
 from tests.helpers.tensors import same_bytes

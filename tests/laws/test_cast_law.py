@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.apply import apply, defer_leaf
 from fdsd.algebra.dtypes import check_cast, copy_elements, is_widening
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.fill import Session
 from fdsd.algebra.ops import Cast, Permute
 from fdsd.data.errors import Unsupported

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from operator import invert
 from typing import Any
 
 import pytest
@@ -32,9 +34,7 @@ def test_nans_come_back(state: StateDict[Any], data: st.DataObject) -> None:
 
 
 @given(states(), st.data())
-def test_the_inverse_is_a_pipeline_for_specs_and_lazy_tensors_too(
-    state: StateDict[Any], data: st.DataObject
-) -> None:
+def test_the_inverse_is_a_pipeline_for_specs_and_lazy_tensors_too(state: StateDict[Any], data: st.DataObject) -> None:
     from fdsd import defer, materialize, specs
 
     p = data.draw(pipelines(state, exact=True)).bind(state)
@@ -81,12 +81,8 @@ def is_single(name: str, spec: TensorSpec) -> bool:
 def test_what_a_function_chose_is_undone_or_refused(p: Pipeline) -> None:
     """The function would choose otherwise among the results."""
     assert_same((~p.bind(STATE))(p(STATE)), STATE)
-    try:
-        back = ~p
-    except NotInvertible as error:
-        assert "bind" in str(error)
-    else:
-        assert_same(back(p(STATE)), STATE)
+    with pytest.raises(NotInvertible, match="bind"):
+        invert(p)
 
 
 def test_an_order_of_the_first_indices_is_no_permutation_of_the_dim() -> None:
@@ -111,22 +107,26 @@ def test_a_rename_comes_back_or_says_which_name_would_not(rules: dict[str, str],
     state = StateDict({name: torch.tensor([float(k)]) for k, name in enumerate(names)})
     p = rename_fqns(rules)
     made = p(state)
+    told: str | None = None
     try:
         back = (~p.bind(state))(made)
     except FdsdError as error:
-        assert any(name in str(error) for name in (*names, *made))
-    else:
+        told = str(error)
+    if told is None:
         assert_same(back, state)
+    else:
+        assert any(name in told for name in (*names, *made))
 
 
 @pytest.mark.parametrize(
-    ("p", "stray"),
-    [(drop("b.w"), "b.w"), (select("a.w"), "b.w"), (~insert("new", TensorSpec((1,), torch.int8), init=1), "new")],
+    ("p", "state", "stray"),
+    [
+        (drop("b.w"), STATE, "b.w"),
+        (select("a.w"), STATE, "b.w"),
+        (~insert("new", TensorSpec((1,), torch.int8), init=1), {"new": torch.ones(1)}, "new"),
+    ],
     ids=str,
 )
-def test_undoing_a_choice_refuses_what_it_would_not_have_let_through(p: Pipeline, stray: str) -> None:
-    with pytest.raises(FdsdError, match=stray):
-        if "insert" in repr(p) or "drop('new')" in repr(p):
-            (~p)(StateDict({"new": torch.ones(1)}))
-        else:
-            (~p)(STATE)
+def test_undoing_a_choice_refuses_what_it_would_not_have_let_through(p: Pipeline, state: Any, stray: str) -> None:
+    with pytest.raises(FdsdError, match=re.escape(stray)):
+        (~p)(state)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, defer, evaluate
+from fdsd.algebra.apply import apply, defer
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.ops import Call, Constant, Item, Origin
 from fdsd.algebra.plan import plan_of
 from fdsd.data.errors import OverBudget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_renaming_commutes_with_averages(state: StateDict[Any], rename: Pipeline
 
 def chunked(name: str, spec: TensorSpec, dim: int, cuts: list[int]) -> tuple[Pipeline, list[str]]:
     bounds = [0, *sorted(cut % (spec.shape[dim] + 1) for cut in cuts), spec.shape[dim]]
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [b - a for a, b in itertools.pairwise(bounds)]
     targets = [f"chunk.{k}" for k in range(len(sizes))]
     return split(escape(name), targets, dim=dim, sizes=sizes), targets
 

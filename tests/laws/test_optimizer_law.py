@@ -1,4 +1,4 @@
-"""Law 9 for pipelines: lifting to an optimizer is running every column; the flat form is a conversion with an inverse."""
+"""Law 9 for pipelines: lifting to an optimizer is running every column; the flat form can be undone."""
 
 from __future__ import annotations
 

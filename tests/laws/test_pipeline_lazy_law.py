@@ -46,9 +46,7 @@ def test_a_mixture_equals_either(case: tuple[StateDict[Any], Pipeline], choice: 
 def test_a_budget_changes_no_value(case: tuple[StateDict[Any], Pipeline], budget: int) -> None:
     state, p = case
     whole = "map_tensors" in repr(p) or "insert" in repr(p)
-    assert_same(
-        materialize(p(defer(state)), budget=None if whole else budget), p(state), order=True, tied=False
-    )
+    assert_same(materialize(p(defer(state)), budget=None if whole else budget), p(state), order=True, tied=False)
 
 
 @given(states())
@@ -58,8 +56,12 @@ def test_deferring_keeps_ties_and_objects(state: StateDict[Any]) -> None:
     assert specs(lazy) == specs(state)
     for name, leaf in state.items():
         assert isinstance(lazy[name], Lazy) if isinstance(leaf, torch.Tensor) else lazy[name] is leaf
-    assert_same(materialize(lazy), state, order=True, tied=not any(0 in leaf.stride() for leaf in state.values()
-                                                                   if isinstance(leaf, torch.Tensor)))
+    assert_same(
+        materialize(lazy),
+        state,
+        order=True,
+        tied=not any(0 in leaf.stride() for leaf in state.values() if isinstance(leaf, torch.Tensor)),
+    )
 
 
 @given(train_states(), st.data())

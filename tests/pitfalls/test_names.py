@@ -94,7 +94,7 @@ class TestTheIndexIsTheIndex:
 
     def test_an_expert_renamed_away_is_missed(self) -> None:
         moved = rename_fqns({"e.3.{w}": "e.7.{w}"})(experts(*[(x, "w1") for x in range(4)]))
-        with pytest.raises(IncompleteGroup, match="lacks 3|7"):
+        with pytest.raises(IncompleteGroup, match=r"lacks 3|7"):
             stack("e.{x}.{w}", "e.{w}")(moved)
 
 
@@ -103,7 +103,12 @@ class TestRules:
 
     @pytest.mark.parametrize(
         "rules",
-        [{"layer.{i}.w": "l.{i}"}, {"layers.{i}.q": "l.{i}"}, {"{x}": "m.{x}", "a": "b"}, {"layers.{i:0..1}.w": "a.{i}"}],
+        [
+            {"layer.{i}.w": "l.{i}"},
+            {"layers.{i}.q": "l.{i}"},
+            {"{x}": "m.{x}", "a": "b"},
+            {"layers.{i:0..1}.w": "a.{i}"},
+        ],
         ids=str,
     )
     def test_unmatched_and_shadowed_rules_are_errors_unless_they_are_optional(self, rules: dict[str, str]) -> None:

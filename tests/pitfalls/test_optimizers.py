@@ -162,7 +162,9 @@ class TestFlatForm:
 
     def test_empty_groups(self) -> None:
         """Seen: lost. Right: kept with ``like``."""
-        state = OptimState({}, (ParamGroup((), {"lr": 0.1}), ParamGroup(("a",), {"lr": 0.2}), ParamGroup((), {"lr": 0.3})))
+        state = OptimState(
+            {}, (ParamGroup((), {"lr": 0.1}), ParamGroup(("a",), {"lr": 0.2}), ParamGroup((), {"lr": 0.3}))
+        )
         assert unflatten_optim(state)(flatten_optim()(state)) == state
         osd = state.to_torch(ids=True)
         assert OptimState.from_torch(osd, ["a"]) == state

@@ -1,4 +1,4 @@
-"""What goes wrong with tied tensors elsewhere, and what is right: aliases are data; one tensor, all names, after too."""
+"""What goes wrong with tied tensors elsewhere, and what is right: aliases are data; one tensor, all names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class TestAllNamesOneTensor:
 
     @pytest.mark.parametrize("form", [lambda x: x, defer])
     @pytest.mark.parametrize(
-        "p", [cast(torch.bfloat16), rename_fqns({"{x...}": "m.{x...}"}), transpose(["embed.weight", "head.weight"])], ids=str
+        "p",
+        [cast(torch.bfloat16), rename_fqns({"{x...}": "m.{x...}"}), transpose(["embed.weight", "head.weight"])],
+        ids=str,
     )
     def test_through_pipelines(self, form: Any, p: Any) -> None:
         made = materialize(p(form(Tied().state_dict())))

@@ -9,7 +9,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdsd import average, cast, concat, crop, defer, lerp, materialize, pad, permute_rope, reshape, specs, split, tie, transpose
+from fdsd import (
+    average,
+    cast,
+    concat,
+    crop,
+    defer,
+    lerp,
+    materialize,
+    pad,
+    permute_rope,
+    reshape,
+    specs,
+    split,
+    tie,
+    transpose,
+)
 from fdsd.errors import FdsdError, SpecMismatch
 
 

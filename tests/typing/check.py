@@ -41,9 +41,7 @@ def expected(checker: str, snippets: list[Path]) -> set[Finding]:
 def run(command: list[str]) -> str:
     """Run a checker on the sources of this checkout; only a crash is an error here."""
     env = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(command)}\nexited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -38,9 +38,7 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert metadata["Requires-Python"] == ">=3.10"
     needed = {
-        line.split(";")[0].split(">")[0].strip()
-        for line in metadata.get_all("Requires-Dist")
-        if "extra" not in line
+        line.split(";")[0].split(">")[0].strip() for line in metadata.get_all("Requires-Dist") if "extra" not in line
     }
     assert needed == {"attrs", "optree", "rich", "safetensors", "torch"}
     assert "fdsd = fdsd.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode().splitlines()

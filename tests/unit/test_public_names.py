@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +20,25 @@ from fdsd.testing import assert_golden
 GOLDEN = Path(__file__).parents[1] / "golden" / "public_names.txt"
 
 
+class Text(str):
+    """An annotation that is shown as it was written."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def signature(value: Any) -> str:
-    try:
-        text = str(inspect.signature(value))
-    except (ValueError, TypeError):
-        return ""
-    return re.sub(r"'([^']*)'", lambda found: found[1] if " " in found[0] or "[" in found[0] else found[0], text)
+    if isinstance(value, type) and issubclass(value, enum.Enum):
+        return ""  # how a member is looked up differs between versions of Python
+    found = inspect.signature(value)
+    parameters = [one.replace(annotation=shown(one.annotation)) for one in found.parameters.values()]
+    return str(found.replace(parameters=parameters, return_annotation=shown(found.return_annotation)))
+
+
+def shown(annotation: Any) -> Any:
+    return Text(annotation) if isinstance(annotation, str) else annotation
 
 
 def members(cls: type[Any]) -> Iterator[str]:

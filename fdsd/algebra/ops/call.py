@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import field, frozen
 
+from fdsd.algebra.dtypes import movable
 from fdsd.algebra.lazy import Computing, Lazy, Pull, Structural
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.region import Region
-from fdsd.data.spec import TensorSpec
+from fdsd.data.spec import TensorSpec, is_exact
 
-__all__ = ["Call", "Item", "check_results", "function_name", "run_function"]
+__all__ = ["Call", "Item", "function_name"]
 
 
 def function_name(fn: object) -> str:
@@ -32,75 +33,93 @@ def function_name(fn: object) -> str:
     return qualified or name or repr(fn)
 
 
+def _comparable(fn: Any) -> Any:
+    """What tells functions apart: themselves, or their identity if they cannot be hashed."""
+    return fn if isinstance(fn, Hashable) and _has_hash(fn) else ("unhashable", id(fn))
+
+
+def _has_hash(fn: Any) -> bool:
+    try:
+        hash(fn)
+    except TypeError:
+        return False
+    return True
+
+
 @frozen
 class Call(Computing):
     """A function of whole tensors, whose results have the given specs (a tuple of results for several specs).
 
-    Without specs they are found by evaluating the function abstractly, once. The function gets contiguous tensors of
-    its own or detached aliases of the user's, which it must not write to; it computes on real data only.
+    Without specs they are found by evaluating the function abstractly. The function gets contiguous tensors of its
+    own, so that it can write to no input; it computes on real data only. ``verb`` words errors.
     """
 
-    fn: Callable[..., Any] = field(repr=function_name)
+    fn: Callable[..., Any] = field(repr=function_name, eq=_comparable)
     specs: tuple[TensorSpec, ...] | None = None
+    verb: str = field(default="map_tensors", eq=False)
 
     @property
     def whole(self) -> bool:
         return True
 
+    def settled(self, inputs: Sequence[TensorSpec | None]) -> Call:
+        """Give the same call with the specs of its results known."""
+        found = self.infer(*[spec for spec in inputs if spec is not None])
+        return Call(self.fn, found if isinstance(found, tuple) else (found,), self.verb)
+
     def infer(self, *inputs: TensorSpec) -> TensorSpec | tuple[TensorSpec, ...]:
-        specs = _abstract_specs(self.fn, inputs) if self.specs is None else self.specs
+        specs = self._abstract(inputs) if self.specs is None else self.specs
         return specs[0] if len(specs) == 1 else specs
 
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        results = run_function(self.fn, inputs)
-        if self.specs is not None:
-            check_results(self.fn, results, self.specs)
+        if self.specs is not None and any(x.is_meta for x in inputs):  # there are no values to run it on
+            results = tuple([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self.specs])
+        else:
+            results = self.run([_own(x) for x in inputs], self.specs)
         return results[0] if len(results) == 1 else results
 
+    def run(self, own: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None) -> tuple[torch.Tensor, ...]:
+        """Call the function on tensors that it may do anything with, and compare its results with their specs."""
+        results = self._tensors(self.fn(*own))
+        found = [TensorSpec(tuple(r.shape), r.dtype) for r in results]
+        if specs is not None and found != list(specs):
+            raise SpecMismatch(
+                f"{self.verb}: {function_name(self.fn)} gave {', '.join(map(str, found))}, where its spec says "
+                f"{', '.join(map(str, specs))}. Correct spec=."
+            )
+        return results
 
-def check_results(fn: object, results: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-    """Raise unless results are what a function was said to give."""
-    found = [TensorSpec(tuple(r.shape), r.dtype) for r in results]
-    if found != list(specs):
-        raise SpecMismatch(
-            f"map_tensors: {function_name(fn)} gave {', '.join(map(str, found))}, where its spec says "
-            f"{', '.join(map(str, specs))}. Correct spec=."
-        )
+    def _abstract(self, inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """Find the specs of the function's results without data."""
+        try:
+            with torch.no_grad():
+                results = self.fn(*[torch.empty(x.shape, dtype=x.dtype, device="meta") for x in inputs])
+        except Exception as error:  # whatever a user's function does when there are no values to look at
+            raise SpecMismatch(
+                f"{self.verb}: the result of {function_name(self.fn)} on {', '.join(map(str, inputs))} is not known "
+                f"before it runs ({type(error).__name__}: {error}). Say it with spec=: a TensorSpec, or a function "
+                "from spec to spec."
+            ) from error
+        return tuple([TensorSpec(tuple(r.shape), r.dtype) for r in self._tensors(results)])
+
+    def _tensors(self, results: Any) -> tuple[torch.Tensor, ...]:
+        """Give what the function returned as a tuple of tensors, or raise."""
+        made: list[Any] = [*results] if isinstance(results, tuple) else [results]
+        for result in made:
+            if not is_exact(result):
+                raise SpecMismatch(
+                    f"{self.verb}: {function_name(self.fn)} returned {type(result).__name__}, not a plain tensor."
+                )
+        return tuple([result.detach() for result in made])
+
+    def __str__(self) -> str:
+        return f"{self.verb}({function_name(self.fn)})"
 
 
-@lru_cache(maxsize=4096)
-def _abstract_specs(fn: Callable[..., Any], inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Find the specs of a function's results without data."""
-    try:
-        with torch.no_grad():
-            results = fn(*[torch.empty(x.shape, dtype=x.dtype, device="meta") for x in inputs])
-    except Exception as error:  # whatever a user's function does when there are no values to look at
-        raise SpecMismatch(
-            f"map_tensors: the result of {function_name(fn)} on {', '.join(map(str, inputs))} is not known before it "
-            f"runs ({type(error).__name__}: {error}). Say it with spec=: a TensorSpec, or a function from spec to spec."
-        ) from error
-    return tuple([TensorSpec(tuple(r.shape), r.dtype) for r in _as_tensors(fn, results)])
-
-
-def _as_tensors(fn: object, results: Any) -> tuple[torch.Tensor, ...]:
-    """Give what a function returned as a tuple of tensors, or raise."""
-    made: list[Any] = [*results] if isinstance(results, tuple) else [results]
-    for result in made:
-        if not isinstance(result, torch.Tensor):
-            raise SpecMismatch(f"map_tensors: {function_name(fn)} returned {type(result).__name__}, not a tensor.")
-    return tuple(made)
-
-
-def run_function(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Run a user's function on contiguous tensors, and see to it that it gives tensors and writes to no input."""
-    given = [x.contiguous() for x in inputs]
-    versions = [x._version for x in given]
-    results = fn(*given)
-    if [x._version for x in given] != versions:
-        raise SpecMismatch(
-            f"map_tensors: {function_name(fn)} wrote into its input. Inputs are never changed; return a new tensor."
-        )
-    return tuple([result.detach() for result in _as_tensors(fn, results)])
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """Give a function its own copy: whatever it writes to, also through NumPy, is no input of anybody's."""
+    copy = movable(x).clone(memory_format=torch.contiguous_format)
+    return copy if copy.dtype == x.dtype else copy.view(x.dtype)
 
 
 @frozen

@@ -66,7 +66,7 @@ class IndexSelect(Structural):
             for i in range(length):
                 yield from self._runs(Span(span.start + i * step, tuple(inner)), out.select(at, i), at)
             return
-        values = self.index[span.start : span.start + (length - 1) * step + 1 : step] if step else ()
+        values = [self.index[span.start + i * step] for i in range(length)]
         i = 0
         while i < length:
             count, stride = _run(values, i)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fdsd.algebra.apply import HANDLERS, Applier, apply, defer, defer_leaf, evaluate
+from fdsd.algebra.apply import HANDLERS, Applier, apply, defer, defer_leaf
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Lazy, Op
 from fdsd.algebra.ops import (
     AddScalar,

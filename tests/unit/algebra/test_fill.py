@@ -8,7 +8,8 @@ from random import Random
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.apply import apply, defer_leaf
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.fill import Session
 from fdsd.algebra.lazy import Lazy, Op
 from fdsd.algebra.memory import MemorySource
@@ -197,6 +198,16 @@ def test_fills_may_follow_each_other_within_one_session() -> None:
     for i in range(0, 100, 25):
         session.fill(session.roots[0], Region.box((i,), (25,)), out[i : i + 25])
     assert same_bytes(out, torch.arange(1.0, 101.0)) and source.elements == 100
+
+
+@pytest.mark.parametrize("ops", [[Cast(torch.float16), Cast(torch.float64)], [AddScalar(1.0)]], ids=repr)
+def test_parts_are_read_in_the_order_of_the_memory(ops: list[Op]) -> None:
+    source = CountingSource({"a": torch.arange(1000.0), "b": torch.arange(1000.0)})
+    joined = apply(Concat(0), source.lazy("a"), source.lazy("b"))
+    with floor(1):
+        run_whole(chain(joined, *ops), budget=200)
+    starts = [(fqn, region.spans[0].start) for fqn, region in source.reads]
+    assert len(starts) > 10 and starts == sorted(starts)
 
 
 def test_sessions_in_threads_do_not_disturb_each_other() -> None:

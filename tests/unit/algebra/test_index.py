@@ -7,7 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.apply import apply, defer_leaf
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.fill import Session
 from fdsd.algebra.ops import Cast, IndexSelect, Select
 from fdsd.algebra.ops.index import MAX_RUNS

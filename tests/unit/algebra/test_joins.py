@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.apply import apply, defer_leaf
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Op
 from fdsd.algebra.ops import Concat, Stack
 from fdsd.data.errors import SpecMismatch

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.apply import apply, defer_leaf
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Lazy, LazyError
 from fdsd.algebra.ops import AddScalar, Call, Cast, Permute
 from fdsd.data.errors import FdsdError

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, constant, evaluate
+from fdsd.algebra.apply import apply, constant
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops import Cast, Concat, Constant, Origin, Stack
 from fdsd.algebra.plan import plan_of

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fdsd.algebra.apply import apply, defer_leaf, evaluate
+from fdsd.algebra.apply import apply, defer_leaf
+from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Op
 from fdsd.algebra.ops import AddScalar, Average, Lerp, Permute, Same, Stack
 from fdsd.data.errors import FdsdError, SpecMismatch, Unsupported

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import fdsd
-from fdsd.data.errors import BadFile, DestinationExists, FdsdError, Unsupported
-from fdsd.storage.files import DiskError, MissingFile
+from fdsd.data.errors import BadFile, DestinationExists, DiskError, FdsdError, MissingFile, Unsupported
 
 from .conftest import MIXED, assert_file_holds, tree, unprivileged
 
@@ -188,10 +187,9 @@ def test_nothing_is_left_when_an_asset_fails(tmp_path: Path, beside: Path, monke
     assert not (tmp_path / "out").exists()
 
 
-# -- what was found wrong --------------------------------------------------------------------------------------------
+# -- what was once wrong --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="an asset of the name of the weights is renamed over the new weights")
 def test_assets_never_replace_the_new_weights(tmp_path: Path) -> None:
     fdsd.save({"old": torch.ones(1)}, tmp_path / "old")
     try:
@@ -202,20 +200,17 @@ def test_assets_never_replace_the_new_weights(tmp_path: Path) -> None:
         assert_file_holds(tmp_path / "new", MIXED)
 
 
-@pytest.mark.xfail(strict=True, reason="of two assets with one name the first is dropped without a word")
 def test_two_assets_of_one_name(tmp_path: Path, beside: Path) -> None:
     with pytest.raises(FdsdError, match=r"config\.json"):
         fdsd.save(MIXED, tmp_path / "out", assets=[beside / "config.json", beside / "1_Pooling" / "config.json"])
 
 
-@pytest.mark.xfail(strict=True, reason="the destination is copied into itself, once more with every save")
 def test_a_destination_inside_its_assets(tmp_path: Path, beside: Path) -> None:
     for overwrite in (False, True):
         fdsd.save(MIXED, beside / "out", assets=beside, overwrite=overwrite)
     assert files_of(beside / "out") == {*KEPT, "model.safetensors"}
 
 
-@pytest.mark.xfail(strict=True, reason="IsADirectoryError, after the weights were replaced")
 def test_a_folder_in_the_way_of_an_asset(tmp_path: Path, beside: Path) -> None:
     out = tmp_path / "out"
     (out / "vocab.txt").mkdir(parents=True)
@@ -224,13 +219,11 @@ def test_a_folder_in_the_way_of_an_asset(tmp_path: Path, beside: Path) -> None:
     assert tree(out) == {"vocab.txt": None}
 
 
-@pytest.mark.xfail(strict=True, reason="the folder is made for the assets, and then stands in the way of the file")
 def test_a_torch_file_without_suffix_takes_no_assets(tmp_path: Path, beside: Path) -> None:
     with pytest.raises(Unsupported, match="assets"):
         fdsd.save(MIXED, tmp_path / "out", format="torch", assets=beside)
 
 
-@pytest.mark.xfail(strict=True, reason="PermissionError")
 def test_assets_that_may_not_be_read(open_folder: Path) -> None:
     (open_folder / "locked").mkdir()
     (open_folder / "locked" / "a.json").write_text("{}")
@@ -239,3 +232,116 @@ def test_assets_that_may_not_be_read(open_folder: Path) -> None:
     (open_folder / "out").chmod(0o777)
     with unprivileged(), pytest.raises(FdsdError, match=r"a\.json"):
         fdsd.save(MIXED, open_folder / "out" / "new", assets=open_folder / "locked" / "a.json")
+
+
+# -- all or nothing --------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Makes a call fail the ``count``-th time."""
+
+    def __init__(self, call: Any, error: BaseException, count: int) -> None:
+        self.call, self.error, self.left = call, error, count
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.call(*args, **options)
+
+
+@pytest.mark.parametrize("call", ["rename", "replace"])
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("error", [OSError(5, os.strerror(5)), KeyboardInterrupt()], ids=["fault", "interrupt"])
+def test_weights_and_assets_come_together_or_not_at_all(
+    tmp_path: Path, beside: Path, monkeypatch: pytest.MonkeyPatch, call: str, count: int, error: BaseException
+) -> None:
+    out = tmp_path / "out"
+    fdsd.save({"old": torch.ones(1)}, out, config={"a": 1})
+    (out / "vocab.txt").write_text("mine")
+    before = tree(out)
+    failing = Failing(getattr(os, call), error, count)
+    monkeypatch.setattr(os, call, failing)
+    raised: BaseException | None = None
+    try:
+        fdsd.save(MIXED, out, assets=beside, config={"b": 2}, overwrite=True)
+    except (DiskError, KeyboardInterrupt) as caught:
+        raised = caught
+    monkeypatch.undo()
+    assert (raised is None) == (failing.left > 0)
+    if raised is not None:
+        assert tree(out) == before
+    else:
+        assert files_of(out) == {*KEPT, "model.safetensors"}
+        assert json.loads((out / "config.json").read_text()) == {**CONFIG, "b": 2}
+
+
+def test_weights_that_fail_after_the_assets_were_placed(
+    tmp_path: Path, beside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    fdsd.save({"old": torch.ones(1)}, out, config={"a": 1})
+    before = tree(out)
+
+    def fail(self: object) -> None:
+        assert (out / "vocab.txt").exists()
+        raise DiskError("no")
+
+    monkeypatch.setattr("fdsd.storage.placing.Placement.run", fail)
+    with pytest.raises(DiskError, match="no"):
+        fdsd.save(MIXED, out, assets=beside, overwrite=True)
+    assert tree(out) == before
+
+
+def test_what_replaces_an_asset_keeps_its_permissions_and_waits_for_the_disk(
+    tmp_path: Path, beside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "vocab.txt").write_text("mine")
+    (out / "vocab.txt").chmod(0o604)
+    synced: list[str] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd))[1])
+    fdsd.save(MIXED, out, assets=beside, overwrite=True)
+    assert (out / "vocab.txt").stat().st_mode & 0o777 == 0o604
+    assert len([path for path in synced if path.startswith(f"{out}/.fdsd-")]) == 1  # of all files, the one
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ('{"a": 1, "a": 2}', "stand twice in one object: 'a'"),
+        ('{"a": NaN}', "NaN is no JSON"),
+        ('{"a": Infinity}', "Infinity is no JSON"),
+    ],
+)
+def test_a_config_that_is_not_strict_is_not_edited(tmp_path: Path, text: str, match: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadFile, match=match):
+        fdsd.save(MIXED, tmp_path / "out", assets=tmp_path / "config.json", config={"b": 1})
+    assert tree(tmp_path).keys() == {"config.json"}
+    fdsd.save(MIXED, tmp_path / "out", assets=tmp_path / "config.json")  # as it is, it may be copied
+    assert (tmp_path / "out" / "config.json").read_text() == text
+
+
+@pytest.mark.parametrize("config", [{"a": float("nan")}, {"a": [float("inf")]}, {1: 2, "1": 3}, "a", [("a", 1)]])
+def test_a_config_that_is_no_json_is_not_written(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(Unsupported, match="config"):
+        fdsd.save(MIXED, tmp_path / "out", config=config)
+    assert tree(tmp_path) == {}
+
+
+def test_an_asset_given_twice_is_one(tmp_path: Path, beside: Path) -> None:
+    fdsd.save(MIXED, tmp_path / "out", assets=[beside, beside / "vocab.txt"])
+    assert files_of(tmp_path / "out") == {*KEPT, "model.safetensors"}
+
+
+def test_no_asset_is_lost_in_a_folder_that_may_not_be_read(open_folder: Path) -> None:
+    (open_folder / "in" / "locked").mkdir(parents=True)
+    (open_folder / "in" / "locked").chmod(0o700 if os.geteuid() == 0 else 0o000)
+    (open_folder / "out").mkdir()
+    (open_folder / "out").chmod(0o777)
+    with unprivileged(), pytest.raises(DiskError, match=r"locked.*could not be read"):
+        fdsd.save(MIXED, open_folder / "out" / "new", assets=open_folder / "in")
+    assert not (open_folder / "out" / "new").exists()

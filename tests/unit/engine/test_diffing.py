@@ -306,7 +306,6 @@ def test_a_file_that_changed(tmp_path: Path) -> None:
         fdsd.diff(found, MIXED)
 
 
-@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="NotImplementedError of torch")
 def test_sparse_tensors_are_refused() -> None:
     with pytest.raises(FdsdError, match="to_dense"):
         fdsd.diff({"w": torch.eye(2).to_sparse()}, {"w": torch.eye(2)})

@@ -123,7 +123,6 @@ def test_budgets_that_are_none(budget: Any) -> None:
         fdsd.materialize({}, budget=budget)
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="AttributeError: no attribute 'items'")
 @pytest.mark.parametrize("state", ["x", None, [torch.ones(1)], torch.ones(1)])
 def test_what_is_no_state(state: Any) -> None:
     with pytest.raises(FdsdError, match="materialize"):

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file, save_model
 
 import fdsd
-from fdsd.data.errors import BadFile, UnknownName, Unsupported
+from fdsd.data.errors import BadFile, MissingFile, UnknownName, Unsupported
 from fdsd.data.ties import ties
-from fdsd.storage.files import MissingFile
 from fdsd.storage.safetensors_header import DTYPES
 from tests.helpers.tensors import LAYOUTS, any_layout, has_layout, lay_out, numbers, patterns, plain, same_bytes
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import fdsd
-from fdsd.data.errors import DestinationExists, FdsdError, OverBudget, SpecMismatch, Unsupported
-from fdsd.storage.files import DiskError
+from fdsd.data.errors import DestinationExists, DiskError, FdsdError, OverBudget, SpecMismatch, Unsupported
 from tests.helpers.tensors import patterns
 
 from .conftest import MIXED, assert_file_holds, tree, unprivileged
@@ -44,7 +43,7 @@ def test_format_says_more_than_the_name(tmp_path: Path) -> None:
     fdsd.save(MIXED, tmp_path / "weights", format="torch")
     assert (tmp_path / "weights").is_file()
     assert torch.load(tmp_path / "weights", weights_only=True).keys() == MIXED.keys()
-    with pytest.raises(Unsupported, match="format='gguf' is not known; there are 'safetensors', 'torch'"):
+    with pytest.raises(Unsupported, match=r"format='gguf' is not known\. There are: 'safetensors'"):
         fdsd.save(MIXED, tmp_path / "x.gguf", format="gguf")
 
 
@@ -189,14 +188,12 @@ def test_what_is_no_state(tmp_path: Path, state: Any) -> None:
     assert tree(tmp_path) == {}
 
 
-@pytest.mark.xfail(strict=True, reason="AttributeError: 'int' object has no attribute 'encode'")
 def test_names_are_text(tmp_path: Path) -> None:
     names: Any = {1: torch.ones(1)}
     with pytest.raises(SpecMismatch, match="1"):
         fdsd.save(names, tmp_path / "x.safetensors")
 
 
-@pytest.mark.xfail(strict=True, reason="the error does not say which tensors are of an unknown class or layout")
 @pytest.mark.parametrize("leaf", [torch.ones(2).as_subclass(Odd), torch.eye(2).to_sparse()], ids=["class", "layout"])
 def test_odd_tensors_are_named(tmp_path: Path, leaf: torch.Tensor) -> None:
     with pytest.raises(Unsupported) as caught:
@@ -241,17 +238,15 @@ def test_over_the_budget_raises_before_anything_is_written(
 
     before = tree(tmp_path)
     monkeypatch.setattr("fdsd.storage.safetensors_source.SafetensorsSource.read", refuse)
-    with pytest.raises(OverBudget, match=r"doubled.*524,288 bytes.*the budget is 500,000 bytes") as caught:
+    with pytest.raises(OverBudget, match=r"doubled.*bytes.*the budget is 500,000 bytes") as caught:
         fdsd.save(fdsd.map_tensors(doubled, "a")(big), tmp_path / name, budget="500KB")
-    assert named_budget(caught.value) == 524_288
+    chunk = 0 if name == "x.pt" else named_budget(caught.value) // 4  # what is filled before it is written
+    assert named_budget(caught.value) - chunk == 524_288
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_the_named_budget_suffices(tmp_path: Path, big: fdsd.StateDict[Any], name: str, request: Any) -> None:
-    if name == "x.safetensors":
-        why = "the buffer of the writer counts in the budget, but not in the check before and in the budget it names"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+def test_the_named_budget_suffices(tmp_path: Path, big: fdsd.StateDict[Any], name: str) -> None:
     made = fdsd.map_tensors(doubled, "a")(big)
     with pytest.raises(OverBudget) as caught:
         fdsd.save(made, tmp_path / name, budget=1000)
@@ -278,7 +273,7 @@ def test_results_are_the_same_for_any_budget(
     folder, p = tmp_path_factory.mktemp("budget"), make()
     fdsd.save(BIG, folder / "big.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fdsd.engine.saving._CHUNK", chunk)
+        patch.setattr("fdsd.engine.streaming._CHUNK", chunk)
         fdsd.save(p(fdsd.open(folder / "big.safetensors")), folder / "x.safetensors", budget=budget + (1 << 17))
     assert_file_holds(folder / "x.safetensors", p(BIG))
 
@@ -339,3 +334,71 @@ def test_what_is_recorded_of_the_last_save_is_not_mixed_into_the_next(tmp_path: 
     fdsd.save(fdsd.add_prefix("m.")(fdsd.defer(MIXED)), tmp_path / "a.safetensors")
     fdsd.save(fdsd.open(tmp_path / "a.safetensors"), tmp_path / "b.safetensors")
     assert metadata_of(tmp_path / "b.safetensors").keys() == {"format", "fdsd.sources"}
+
+
+def test_a_long_pipeline_is_recorded_in_part(tmp_path: Path) -> None:
+    names = {f"w{i:05}": torch.tensor([i]) for i in range(3000)}
+    p = fdsd.rename_fqns({name: f"renamed.to.a.longer.name.{name}" for name in names})
+    fdsd.save(p(fdsd.defer(names)), tmp_path / "x.safetensors")
+    found, whole = metadata_of(tmp_path / "x.safetensors")["fdsd.pipeline"], repr(p)
+    kept, _, note = found.partition(" ... (")
+    assert len(whole) > 100_000 and len(kept) == 64_000 and whole.startswith(kept)
+    assert re.fullmatch(r"the last [\d.]+ kB of [\d.]+ kB are left out\)", note)
+
+
+# -- what a power failure may take -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "folder", "x.pt"])
+def test_only_what_replaces_something_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), sync(fd))[1])
+    fdsd.save(MIXED, tmp_path / name)
+    assert not calls
+    fdsd.save(MIXED, tmp_path / name, overwrite=True)
+    assert calls
+    assert_file_holds(tmp_path / name, MIXED)
+
+
+# -- paths and formats -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x.SAFETENSORS", "x.Pt", "X.BIN"])
+def test_case_does_not_matter(tmp_path: Path, name: str) -> None:
+    fdsd.save(MIXED, tmp_path / name)
+    assert (tmp_path / name).is_file()
+    assert_file_holds(tmp_path / name, MIXED)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x.safetensors", ["x"]])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(Unsupported, match="A path is text"):
+        fdsd.save(MIXED, path)
+    with pytest.raises(Unsupported, match="A path is text"):
+        fdsd.open(path)
+
+
+def test_all_odd_tensors_are_named_at_once(tmp_path: Path) -> None:
+    odd = {"o1": torch.ones(2).as_subclass(Odd), "s": torch.eye(2).to_sparse(), "o2": torch.ones(3).as_subclass(Odd)}
+    with pytest.raises(Unsupported, match=r"'o1', 'o2': .*Odd.*; save: 's': .*to_dense"):
+        fdsd.save({**MIXED, **odd}, tmp_path / "x.safetensors")
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 5))
+@settings(max_examples=40)
+def test_any_budget_named_suffices(tmp_path_factory: pytest.TempPathFactory, budget: int, rows: int) -> None:
+    """The check before and the run agree, whatever the budget: never an error in the middle of a save."""
+    folder = tmp_path_factory.mktemp("named")
+    state = {"a": torch.arange(rows * 20_000).reshape(rows, -1), "b": torch.arange(3)}
+    made = (fdsd.map_tensors(doubled, "{_}") >> fdsd.cast(torch.float32, "a"))(fdsd.defer(state))
+    try:
+        fdsd.save(made, folder / "x.safetensors", budget=budget)
+    except OverBudget as error:
+        assert not (folder / "x.safetensors").exists()
+        named = named_budget(error)
+        assert named > budget
+        fdsd.save(made, folder / "x.safetensors", budget=named)
+    assert_file_holds(folder / "x.safetensors", {"a": (state["a"] * 2).float(), "b": state["b"] * 2})

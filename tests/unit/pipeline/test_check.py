@@ -108,8 +108,13 @@ class TestExpected:
         report = identity.check(STATE, expect)
         text = str(report)
         assert {problem.kind for problem in report.problems} == {"missing", "unexpected", "spec"}
-        for part in ("1 name missing: 'nrom' (there is 'norm')", "1 name unexpected: 'norm'", "(2, 2), expected (2, 3)",
-                     "'1.q' has dtype float32, expected bfloat16", "cast()"):
+        for part in (
+            "1 name missing: 'nrom' (there is 'norm')",
+            "1 name unexpected: 'norm'",
+            "(2, 2), expected (2, 3)",
+            "'1.q' has dtype float32, expected bfloat16",
+            "cast()",
+        ):
             assert part in text
         assert all(finding.step == 0 for finding in report.findings)
 
@@ -158,9 +163,7 @@ def test_what_is_no_state_is_refused_in_words() -> None:
             identity.check(source)
 
 
-@pytest.mark.parametrize(
-    ("p", "error"), [(transpose("norm"), SpecMismatch), (drop("zz"), UnknownName)], ids=str
-)
+@pytest.mark.parametrize(("p", "error"), [(transpose("norm"), SpecMismatch), (drop("zz"), UnknownName)], ids=str)
 def test_the_error_is_that_of_running(p: Pipeline, error: Any) -> None:
     with pytest.raises(error):
         p(STATE)

@@ -316,10 +316,10 @@ def test_problems_are_told_and_the_steps_after_them_are_explained() -> None:
         1. concat(['{i}.q', '{i}.k'], '{i}.qk', dim=0)
            2 made, 1 unchanged
            {0..1}.q, {0..1}.k -> {0..1}.qk: float32[2, 3] + float32[2, 4] -> unknown
-           ! making '0.qk' from '0.q' float32[2, 3], '0.k' float32[2, 4]: concat: shapes may differ in dim 0 only,
-           ! these differ elsewhere: (2, 3), (2, 4).
-           ! making '1.qk' from '1.q' float32[2, 3], '1.k' float32[2, 4]: concat: shapes may differ in dim 0 only,
-           ! these differ elsewhere: (2, 3), (2, 4).
+           ! making '0.qk' from '0.q' float32[2, 3], '0.k' float32[2, 4]: shapes may differ in dim 0 only, these
+           ! differ elsewhere: (2, 3), (2, 4).
+           ! making '1.qk' from '1.q' float32[2, 3], '1.k' float32[2, 4]: shapes may differ in dim 0 only, these
+           ! differ elsewhere: (2, 3), (2, 4).
     """
     made = p.explain(source)
     text = str(made)

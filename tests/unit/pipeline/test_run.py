@@ -101,7 +101,11 @@ def test_meta_tensors_are_rearranged_without_data() -> None:
 def test_specs_lazy_tensors_and_tensors_may_stand_side_by_side() -> None:
     state = {"t": W, "l": defer({"l": W})["l"], "s": TensorSpec((2, 3), torch.float32)}
     made = transpose("{_}")(state)
-    assert type(made["t"]) is torch.Tensor and isinstance(made["l"], Lazy) and made["s"] == TensorSpec((3, 2), torch.float32)
+    assert (
+        type(made["t"]) is torch.Tensor
+        and isinstance(made["l"], Lazy)
+        and made["s"] == TensorSpec((3, 2), torch.float32)
+    )
     assert isinstance(drop("x?")(state), StateDict)
 
 

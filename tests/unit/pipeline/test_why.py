@@ -210,7 +210,7 @@ def test_a_constant_is_traced_to_the_step_that_made_it_first() -> None:
 
 def test_an_insert_into_nothing_has_no_source() -> None:
     made = insert("s", TensorSpec((2,), torch.float32), init=3.0).why({}, "s", 1)
-    assert made.sources == (Made("a value", "the pipeline"),)
+    assert made.sources == (Made("3.0", "insert"),)
 
 
 def test_names_are_those_of_the_source_even_if_its_leaves_are_expressions() -> None:

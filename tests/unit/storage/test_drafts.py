@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fdsd.data.errors import BadFile, FdsdError
+from fdsd.data.errors import BadFile, DiskError, FdsdError
 from fdsd.data.spec import TensorSpec
 from fdsd.storage import drafts
-from fdsd.storage.files import DiskError
 from fdsd.storage.safetensors_sink import SafetensorsSink
 from fdsd.storage.safetensors_source import SafetensorsSource
 
@@ -69,8 +68,8 @@ def test_a_real_limit_on_file_sizes(tmp_path: Path, fresh_python: Callable[..., 
     before = tree(tmp_path)
     code = """
 import resource, sys, torch
+from fdsd.data.errors import DiskError
 from fdsd.data.spec import TensorSpec
-from fdsd.storage.files import DiskError
 from fdsd.storage.safetensors_sink import SafetensorsSink
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:

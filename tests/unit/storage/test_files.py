@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from fdsd.data.errors import BadFile, FdsdError, SpecMismatch
+from fdsd.data.errors import BadFile, DiskError, FdsdError, MissingFile, SpecMismatch, Unsupported
 from fdsd.storage import files
 from fdsd.storage.files import (
-    DiskError,
     Extent,
     FileStamp,
-    MissingFile,
     OpenFiles,
     copy_exactly,
     local_path,
@@ -248,3 +246,9 @@ def test_short_writes_are_continued(numbers: Path, tmp_path: Path, monkeypatch: 
     files.write_exactly(out, memoryview(bytes(range(10))), 0, "out")
     os.close(out)
     assert (tmp_path / "out").read_bytes() == bytes(range(10))
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", 1.5, ["x"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(Unsupported, match=rf"A path is text or a pathlib\.Path, not {type(path).__name__}"):
+        local_path(path)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fdsd.data.errors import BadFile, FdsdError, Unsupported
+from fdsd.data.errors import BadFile, FdsdError, MissingFile, Unsupported
 from fdsd.data.protocols import Source
-from fdsd.storage.files import MissingFile
-from fdsd.storage.formats import FORMATS, detect, open_source
+from fdsd.storage.formats import FORMATS, detect, of_target, open_source
 
 STATE = {"a": torch.arange(3.0)}
 
@@ -112,3 +111,38 @@ def test_a_key_is_for_files_that_hold_several(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "x.safetensors")
     with pytest.raises(Unsupported, match="holds one state dict"):
         open_source(tmp_path / "x.safetensors", key="model")
+
+
+@pytest.mark.parametrize(
+    "name, format, expected",
+    [
+        ("x.safetensors", None, ("safetensors", True)),
+        ("x.SafeTensors", None, ("safetensors", True)),
+        ("x.PT", None, ("torch", True)),
+        ("x.ckpt", None, ("torch", True)),
+        ("folder", None, ("safetensors", False)),
+        ("llama-3.1", None, ("safetensors", False)),
+        ("folder", "torch", ("torch", True)),
+        ("folder", "safetensors", ("safetensors", False)),
+        ("x.pt", "safetensors", ("safetensors", True)),
+        ("x.safetensors", "torch", ("torch", True)),
+        ("x.npz", "torch", ("torch", True)),
+    ],
+)
+def test_what_is_meant_by_a_path_to_write(name: str, format: str | None, expected: tuple[str, bool]) -> None:
+    assert of_target(name, format) == of_target(Path(name), format) == expected
+
+
+@pytest.mark.parametrize(
+    "name, format",
+    [("x.gguf", None), ("x.H5", None), ("model.safetensors.index.json", None), ("x.safetensors.index.json", "torch")],
+)
+def test_what_is_not_written(name: str, format: str | None) -> None:
+    with pytest.raises(Unsupported, match="a format that is not written here"):
+        of_target(name, format)
+
+
+def test_formats_that_are_none() -> None:
+    for format in ("gguf", "", 3, ["torch"]):
+        with pytest.raises(Unsupported, match="is not known"):
+            of_target("x", format)  # type: ignore[arg-type]

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fdsd.data.errors import BadFile
+from fdsd.data.errors import BadFile, DiskError
 from fdsd.storage import drafts
-from fdsd.storage.files import DiskError
 from fdsd.storage.safetensors_sink import SafetensorsSink
 from fdsd.storage.safetensors_source import SafetensorsSource
 
@@ -59,7 +58,13 @@ class Case:
         """Let two tensors be copied, by the kernel, and two be written."""
         make: Make = SafetensorsSink.create_folder if self.options else SafetensorsSink.create
         extents = {name: source.extent(name) for name in ("a", "b")}
-        with make(self.path, specs_of(NEW), overwrite=True, origins=extents, **self.options) as sink:
+        with make(
+            self.path,
+            specs_of(NEW),
+            overwrite=True,
+            origins={name: extent.offset for name, extent in extents.items()},
+            **self.options,
+        ) as sink:
             for name, value in NEW.items():
                 if name in extents:
                     sink.copy(name, 0, extents[name])

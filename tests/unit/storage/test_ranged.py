@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fdsd.data.errors import SpecMismatch, Unsupported
 from fdsd.data.region import Region, Span
 from fdsd.data.spec import TensorSpec
+from fdsd.data.strides import row_major
 from fdsd.storage import ranged
-from fdsd.storage.ranged import contiguous_runs, memory_of, read_region, row_major
+from fdsd.storage.ranged import contiguous_runs, memory_of, read_region
 
 SAME = [
     "bool",

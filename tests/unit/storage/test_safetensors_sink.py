@@ -20,8 +20,8 @@ from fdsd.data.errors import BadFile, DestinationExists, SpecMismatch, UnknownNa
 from fdsd.data.protocols import Sink
 from fdsd.data.region import Region, Span
 from fdsd.data.spec import TensorSpec
+from fdsd.data.strides import row_major
 from fdsd.data.ties import ties
-from fdsd.storage.ranged import row_major
 from fdsd.storage.safetensors_sink import SafetensorsSink
 from fdsd.storage.safetensors_source import SafetensorsSource
 
@@ -114,7 +114,7 @@ def test_a_rename_keeps_bytes_at_their_place_in_a_page(tmp_path: Path) -> None:
     specs = {f"renamed.{name}": spec for name, spec in source.specs().items()}
     for path, options in ((tmp_path / "x", {}), (tmp_path / "folder", {"max_shard_size": "1MB"})):
         make: Make = SafetensorsSink.create_folder if options else SafetensorsSink.create
-        with make(path, specs, origins=extents, **options) as sink:
+        with make(path, specs, origins={name: extent.offset for name, extent in extents.items()}, **options) as sink:
             for name, extent in extents.items():
                 sink.copy(name, 0, extent)
         target = SafetensorsSource(path)
@@ -325,3 +325,38 @@ def test_many_scattered_writes_are_counted(tmp_path: Path) -> None:
             for at in range(start, 20000, 2):
                 sink.write("a", at, bytes([at % 251]))
     assert load_file(path)["a"].tolist() == [at % 251 for at in range(20000)]
+
+
+@given(st.permutations(list(MIXED)), st.sampled_from([1, 7, 1 << 20]))
+@settings(max_examples=30)
+def test_whole_tensors_are_copied_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, order: list[str], part: int
+) -> None:
+    folder = tmp_path_factory.mktemp("whole")
+    save_file(MIXED, folder / "source")
+    source = SafetensorsSource(folder / "source")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fdsd.storage.slots._PART", part)
+        with SafetensorsSink.create(folder / "x.safetensors", {name: source.specs()[name] for name in order}) as sink:
+            counts = list(sink.copy_tensors([(name, source.extent(name)) for name in order]))
+    assert sum(counts) == sum(value.nbytes for value in MIXED.values()) and max(counts) <= part
+    target = SafetensorsSource(folder / "x.safetensors")
+    assert all(raw(read(target, name)) == raw(value) for name, value in MIXED.items())
+
+
+def test_a_copy_of_another_size_and_a_missing_one_are_refused(tmp_path: Path) -> None:
+    save_file({"x": torch.arange(4.0), "y": torch.arange(3.0)}, tmp_path / "source")
+    source = SafetensorsSource(tmp_path / "source")
+    path = tmp_path / "x.safetensors"
+    specs = {"a": TensorSpec((4,), torch.float32), "b": TensorSpec((4,), torch.float32)}
+    with (
+        pytest.raises(SpecMismatch, match="'b' has 16 bytes, and cannot be a copy of 12"),
+        SafetensorsSink.create(path, specs) as sink,
+    ):
+        list(sink.copy_tensors([("a", source.extent("x")), ("b", source.extent("y"))]))
+    with (
+        pytest.raises(BadFile, match="1 of 2 tensors were not written wholly: 'b'"),
+        SafetensorsSink.create(path, specs) as sink,
+    ):
+        list(sink.copy_tensors([("a", source.extent("x"))]))
+    assert os.listdir(tmp_path) == ["source"]

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file, save_model
 
-from fdsd.data.errors import BadFile, UnknownName, UnsafeFile, Unsupported
+from fdsd.data.errors import BadFile, MissingFile, UnknownName, UnsafeFile, Unsupported
 from fdsd.data.protocols import Piece, Source
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import ties
-from fdsd.storage.files import MissingFile
 from fdsd.storage.safetensors_source import SafetensorsSource
 from tests.golden.hostile.cases import INDEXES, UNSAFE, build, tensor, unsafe_index
 

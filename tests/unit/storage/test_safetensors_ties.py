@@ -47,12 +47,12 @@ def test_a_plain_entry_for_a_tensor_of_another_file_is_no_alias() -> None:
 @pytest.mark.parametrize(
     "entry, words",
     [
-        ("{", "no valid JSON"),
+        ("{", "no JSON"),
         ("[]", "not an object"),
         ('{"x":"gone"}', "'x -> gone'"),
         ('{"embed":"embed"}', "'embed -> embed'"),
         ('{"x":["embed"]}', "does not fit its tensors"),
-        ('{"x":"embed","x":"embed"}', "twice: 'x'"),
+        ('{"x":"embed","x":"embed"}', "twice in one object: 'x'"),
     ],
 )
 def test_entries_of_ours_that_are_wrong_are_refused(entry: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,38 +12,13 @@ from hypothesis import strategies as st
 
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.spec import TensorSpec
-from fdsd.storage.shards import parse_size, plan_shards, shard_names
+from fdsd.storage.shards import plan_shards, shard_names
 
 
-@pytest.mark.parametrize(
-    "text, size",
-    [
-        ("5GB", 5 * 10**9),
-        ("500MB", 500 * 10**6),
-        ("1KB", 1000),
-        ("2TB", 2 * 10**12),
-        ("1GiB", 2**30),
-        ("3 MiB", 3 * 2**20),
-        ("4KiB", 4096),
-        ("1TiB", 2**40),
-        ("7", 7),
-        ("7B", 7),
-        (" 1.5gb ", 1_500_000_000),
-        ("0.1KB", 100),
-        (12, 12),
-    ],
-)
-def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize(
-    "size",
-    ["", "GB", "5XB", "5 G B", "-1GB", "1e9", "0", 0, -3, True, 1.5, None, "inf", "1_000", "\u0665GB", "0.0001KB"],
-)
-def test_what_is_no_size_is_refused(size: object) -> None:
+@pytest.mark.parametrize("size", ["", 0, "0.0001KB", 1.5])
+def test_what_is_no_size_is_refused(size: Any) -> None:
     with pytest.raises(SpecMismatch, match=r"max_shard_size=.* is no size.*'5GB'"):
-        parse_size(size)  # type: ignore[arg-type]
+        plan_shards({}, size)
 
 
 sizes = st.lists(st.integers(0, 30), max_size=12)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fdsd.data.errors import BadFile, FdsdError, UnknownName, UnsafeFile, Unsupported
+from fdsd.data.errors import BadFile, FdsdError, MissingFile, UnknownName, UnsafeFile, Unsupported
 from fdsd.data.protocols import Source
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import tie_key, ties
-from fdsd.storage.files import MissingFile
 from fdsd.storage.torch_file import TorchFileSource, load_torch
 
 from .conftest import raw

@@ -16,11 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdsd.data.errors import BadFile, DestinationExists, Unsupported
+from fdsd.data.errors import BadFile, DestinationExists, DiskError, Unsupported
 from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import StateDict
 from fdsd.data.ties import ties
-from fdsd.storage.files import DiskError
 from fdsd.storage.torch_file import TorchFileSource
 from fdsd.storage.torch_save import compact, save_torch
 
@@ -157,7 +156,7 @@ def test_a_full_disk(tmp_path: Path, fresh_python: Callable[..., str]) -> None:
     before = tree(tmp_path)
     code = """
 import resource, sys, torch
-from fdsd.storage.files import DiskError
+from fdsd.data.errors import DiskError
 from fdsd.storage.torch_save import save_torch
 for limit in (100, 1000, 300_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -30,7 +30,7 @@ def test_another_text_is_shown_as_a_diff(tmp_path: Path, text: str) -> None:
 
 
 def test_no_file_yet(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="no golden file.*FDSD_UPDATE_GOLDEN=1"):
+    with pytest.raises(AssertionError, match=r"no golden file.*FDSD_UPDATE_GOLDEN=1"):
         assert_golden("x", tmp_path / "a.txt")
     assert not (tmp_path / "a.txt").exists()
 

@@ -90,8 +90,18 @@ def test_states_of_a_spec(wanted: dict[str, TensorSpec], data: st.DataObject) ->
             tuple(row)
             for t in tensors(state)
             if t.dtype == dtype
-            for row in (t.contiguous().resolve_conj().resolve_neg().clone().view(-1).view(torch.uint8).view(-1, dtype.itemsize).tolist()
-                        if t.numel() else [])
+            for row in (
+                t.contiguous()
+                .resolve_conj()
+                .resolve_neg()
+                .clone()
+                .view(-1)
+                .view(torch.uint8)
+                .view(-1, dtype.itemsize)
+                .tolist()
+                if t.numel()
+                else []
+            )
         ]
         assert len(set(patterns)) == len(patterns)
     for t in tensors(state):

@@ -103,12 +103,12 @@ class TestInsert:
     def test_a_function_that_makes_something_else(self) -> None:
         with pytest.raises(SpecMismatch, match=r"new.*bfloat16\[3\]|new.*float32\[3\]"):
             insert("new", self.SPEC, init=lambda spec: torch.ones(3))(STATE)
-        with pytest.raises(FdsdError, match="new.*int"):
+        with pytest.raises(FdsdError, match=r"new.*int"):
             insert("new", self.SPEC, init=lambda spec: 3)(STATE)  # type: ignore[arg-type, return-value]
 
     @pytest.mark.parametrize(("dtype", "init"), [(torch.int8, 1000), (torch.float32, "x"), (torch.float32, [1.0])])
     def test_values_that_do_not_fit(self, dtype: torch.dtype, init: Any) -> None:
-        with pytest.raises(FdsdError, match="new|init"):
+        with pytest.raises(FdsdError, match=r"new|init"):
             insert("new", TensorSpec((2,), dtype), init=init)(STATE)
 
     def test_a_fraction_is_not_rounded_away(self) -> None:

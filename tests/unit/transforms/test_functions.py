@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import invert
 from typing import Any
 
 import pytest
@@ -84,20 +85,19 @@ class TestMapTensors:
 
     @pytest.mark.parametrize("fn", [write, write_later, write_a_view])
     @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t(), lambda x: x[:, 1:]])
-    def test_writing_into_the_input_is_found(self, fn: Any, view: Any) -> None:
+    def test_writing_into_the_input_reaches_nobody(self, fn: Any, view: Any) -> None:
+        """The function has a copy of its own."""
         base = W.clone()
-        spec = TensorSpec((), torch.float32)
-        with pytest.raises(SpecMismatch, match=rf"{fn.__name__} wrote into its input"):
-            map_tensors(fn)({"w": view(base)})
-        with pytest.raises(FdsdError, match="wrote into its input"):
-            materialize(map_tensors(fn, spec=spec)(defer({"w": view(base)})))
+        wanted = fn(view(base).clone())
+        for form in ({"w": view(base)}, defer({"w": view(base)})):
+            assert_same(materialize(map_tensors(fn, spec=lambda s: specs({"w": wanted})["w"])(form))["w"], wanted)
+        assert torch.equal(base, W)
 
     @pytest.mark.parametrize("fn", [number, pair])
     def test_what_is_no_tensor_is_refused(self, fn: Any) -> None:
         for form in (STATE, defer(STATE), specs(STATE)):
             with pytest.raises(SpecMismatch, match=r"map_tensors.*'w'"):
-                made = map_tensors(fn, "w")(form)
-                materialize(made)
+                materialize(map_tensors(fn, "w")(form))
 
     def test_an_error_of_the_function_is_passed_on(self) -> None:
         with pytest.raises(ZeroDivisionError, match="mine"):
@@ -129,7 +129,9 @@ class TestSpecRules:
         p = map_tensors(first_rows, "w", spec=TensorSpec((2, 3), torch.float32))
         with pytest.raises(SpecMismatch) as caught:
             p(STATE)
-        assert "float32[1, 3]" in str(caught.value) and "float32[2, 3]" in str(caught.value) and "'w'" in str(caught.value)
+        assert (
+            "float32[1, 3]" in str(caught.value) and "float32[2, 3]" in str(caught.value) and "'w'" in str(caught.value)
+        )
         with pytest.raises(SpecMismatch, match=r"first_rows gave float32\[1, 3\]"):
             materialize(p(defer(STATE)))
 
@@ -228,7 +230,7 @@ class TestAddScalar:
         with pytest.raises(FdsdError, match=r"'w'.*cast\(\)"):
             add_scalar("w", value)({"w": torch.ones(2).to(dtype)})
 
-    @pytest.mark.parametrize(("dtype", "value"), [(torch.int8, 300), (torch.uint8, -1)])
+    @pytest.mark.parametrize(("dtype", "value"), [(torch.int8, 300), (torch.uint8, 256), (torch.uint8, -256)])
     def test_a_number_that_the_dtype_does_not_hold(self, dtype: torch.dtype, value: int) -> None:
         with pytest.raises(FdsdError, match=str(value)):
             add_scalar("w", value)({"w": torch.ones(2).to(dtype)})
@@ -241,9 +243,9 @@ class TestAddScalar:
     def test_no_inverse(self) -> None:
         assert add_scalar("w", 1.0).grade is map_tensors(double).grade is Grade.NONE
         with pytest.raises(NotInvertible, match=r"-1\.0"):
-            ~add_scalar("w", 1.0)
+            invert(add_scalar("w", 1.0))
         with pytest.raises(NotInvertible, match="double"):
-            ~map_tensors(double)
+            invert(map_tensors(double))
 
     def test_norms_as_w_and_as_w_plus_one(self) -> None:
         """Not exact in bfloat16, so no inverse pair there."""

@@ -120,12 +120,14 @@ def test_objects_are_compared_as_values(value: Any) -> None:
 def test_numbers_of_states_and_weights() -> None:
     with pytest.raises(SpecMismatch, match="no states"):
         average([])
-    with pytest.raises(SpecMismatch, match="1 weights for 2 states"):
+    with pytest.raises(SpecMismatch, match="1 weight for 2 states"):
         average([one(1.0), one(2.0)], [1.0])
 
 
 @pytest.mark.parametrize(
-    "states", [[OptimState(), OptimState()], [TrainState({})], [3, 4], {"w": torch.ones(1)}], ids=lambda s: type(s).__name__
+    "states",
+    [[OptimState(), OptimState()], [TrainState({})], [3, 4], {"w": torch.ones(1)}],
+    ids=lambda s: type(s).__name__,
 )
 def test_what_is_no_state_dict_is_refused_in_words(states: Any) -> None:
     with pytest.raises(FdsdError, match="average"):

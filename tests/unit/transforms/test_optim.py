@@ -11,7 +11,6 @@ from fdsd import (
     Conversion,
     OptimState,
     ParamGroup,
-    Pipeline,
     StateDict,
     TrainState,
     cast,
@@ -63,7 +62,7 @@ def test_laws() -> None:
 
 def test_canonical_groups_are_those_of_equal_options() -> None:
     assert unflatten_optim()(flatten_optim()(optim())).groups == (ParamGroup(("a", "b"), {"lr": 0.1}),)
-    assert unflatten_optim()(flatten_optim()(optim(lr=0.2))) == optim(lr=0.2) or True
+    assert len(unflatten_optim()(flatten_optim()(optim(lr=0.2))).groups) == 2
     assert_same(unflatten_optim(optim())(flatten_optim()(optim())), optim())
 
 
@@ -101,4 +100,4 @@ def test_the_flat_form_is_a_state_dict_for_every_verb() -> None:
     p: Any = flatten_optim() >> rename_fqns({"state.{n...}": "optim.{n...}"})
     made = p(optim())
     assert type(made) is StateDict and "optim.a.step" in made
-    assert isinstance(Pipeline(p.steps[1:])(made | {}) if False else made, StateDict)
+    assert len(made) == 5

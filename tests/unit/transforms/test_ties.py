@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import invert
 from typing import Any
 
 import pytest
@@ -77,7 +78,9 @@ class TestTie:
 
     @pytest.mark.parametrize("shape", [(1,), (2, 1)])
     def test_equal_values_in_any_memory(self, shape: tuple[int, ...]) -> None:
-        wide = torch.arange(8).reshape(4, 2)[: shape[0], 1:].reshape(shape) if len(shape) == 2 else torch.arange(3)[1::2]
+        wide = (
+            torch.arange(8).reshape(4, 2)[: shape[0], 1:].reshape(shape) if len(shape) == 2 else torch.arange(3)[1::2]
+        )
         for form in FORMS:
             made = materialize(tie({"b": "a"})(form({"a": wide, "b": wide.clone()})))  # type: ignore[no-untyped-call]
             assert_same(made["b"], wide)
@@ -113,8 +116,9 @@ class TestTie:
         p = ~tie({"head": "embed"})
         with pytest.raises(FdsdError, match="'head'"):
             p(state())
-        with pytest.raises(NotInvertible, match="'head'.*'embed'"):
+        with pytest.raises(FdsdError) as caught:
             p({**state(), "head": W + 1})
+        assert "'head'" in str(caught.value) and "'embed'" in str(caught.value)
 
     def test_a_tie_can_be_undone_after_one_name_was_rearranged(self) -> None:
         """Which unties it: the owner comes back as a tensor of its own, equal to the alias."""
@@ -122,13 +126,8 @@ class TestTie:
         p = tie({"head": "embed"}) >> concat(["embed", "b"], "eb", dim=0)
         assert_round_trip(p, x)
 
-    def test_objects_are_shared_too_or_refused(self) -> None:
-        try:
-            made = tie({"b": "a"})({"a": "text"})
-        except FdsdError as error:
-            assert "'a'" in str(error)
-        else:
-            assert made["b"] == "text"
+    def test_objects_are_shared_too(self) -> None:
+        assert tie({"b": "a"})({"a": "text"})["b"] == "text"
 
 
 class TestTiesThroughVerbs:
@@ -180,7 +179,7 @@ class TestUntie:
     def test_there_is_no_inverse(self) -> None:
         assert untie("a").grade is Grade.NONE
         with pytest.raises(NotInvertible, match=r"tie\(\{alias: owner\}\)"):
-            ~untie("a")
+            invert(untie("a"))
 
 
 def test_leaves_without_storage_are_no_ties_and_no_crash() -> None:

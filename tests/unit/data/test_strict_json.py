@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdsd.data.errors import BadFile
-from fdsd.storage.strict_json import is_text, parse_object
+from fdsd.data.errors import BadFile, Unsupported
+from fdsd.data.strict_json import dump, is_text, parse, parse_object
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 values = st.recursive(
@@ -36,7 +37,7 @@ def test_anything_else_is_a_bad_file(raw: bytes) -> None:
 @pytest.mark.parametrize(
     "text, words",
     [
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "stand twice: 'c'"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "stand twice in one object: 'c'"),
         ("[1]", "a JSON list, not an object"),
         ('"x"', "a JSON string"),
         ("null", "a JSON null"),
@@ -58,3 +59,30 @@ def test_what_is_refused_and_why(text: str, words: str) -> None:
 def test_a_pair_of_surrogates_is_text() -> None:
     assert parse_object(b'{"\\ud83d\\ude00": -1}', "it") == {"\U0001f600": -1}
     assert is_text("\U0001f600") and not is_text("\ud83d")
+
+
+@given(values, st.sampled_from([None, 2]))
+def test_what_is_dumped_is_parsed(value: object, indent: int | None) -> None:
+    assert parse(dump(value, "it", indent=indent), "it") == value
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ({"a": float("nan")}, "not JSON compliant"),
+        ([float("-inf")], "not JSON compliant"),
+        ({1: 0, "1": 0}, "stand twice in one object: '1'. Give"),
+        ({(1, 2): 0}, "keys must be"),
+        (object(), "object is not JSON"),
+    ],
+)
+def test_what_json_cannot_hold(value: Any, words: str) -> None:
+    with pytest.raises(Unsupported, match=f"it: .*{words}"):
+        dump(value, "it")
+
+
+def test_a_value_in_itself() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(Unsupported, match="Circular"):
+        dump(value, "it")

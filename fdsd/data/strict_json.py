@@ -1,21 +1,38 @@
-"""JSON as the formats demand it: UTF-8, one object, no key twice, no NaN. Nothing here knows the formats."""
+"""Strict JSON: UTF-8, no key twice, no NaN, in either direction. Nothing here knows what the values mean."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard
 
-from fdsd.data.errors import BadFile, listing
+from fdsd.data.errors import BadFile, Unsupported, listing
 
-__all__ = ["as_list", "as_object", "is_text", "parse_object"]
+__all__ = ["as_list", "as_object", "dump", "is_text", "parse", "parse_object"]
 
 
 class _KeyTwice(ValueError):
     pass
 
 
+def parse(text: str | bytes, what: str) -> Any:
+    """Parse a JSON text.
+
+    Args:
+        text: The text; bytes are UTF-8.
+        what: What it is, for messages.
+
+    Raises:
+        BadFile: It is no JSON; a key stands twice; it has ``NaN`` or an infinity.
+
+    >>> parse("[1, 2]", "x.json")
+    [1, 2]
+    """
+    return _parse(text, what, None)
+
+
 def parse_object(raw: bytes, what: str) -> dict[str, Any]:
-    """Parse one JSON object.
+    """Parse one JSON object as the formats of tensors demand it.
 
     Args:
         raw: The text, in UTF-8.
@@ -31,27 +48,53 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
     {'a': [1, 2]}
     >>> parse_object(b'{"a": 1, "a": 2}', "x.json")
     Traceback (most recent call last):
-    fdsd.data.errors.BadFile: x.json has keys that stand twice: 'a'.
+    fdsd.data.errors.BadFile: x.json has keys that stand twice in one object: 'a'.
     """
-    try:
-        text = raw.decode("utf-8")
-        # "-0" is no size; only texts with a minus somewhere pay for the check of every number
-        as_int = _integer if "-" in text else None
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=as_int)
-    except _KeyTwice as error:
-        raise BadFile(f"{what} has keys that stand twice: {error}.") from None
-    except RecursionError:
-        raise BadFile(f"{what} is no valid JSON: its values are nested too deeply.") from None
-    except UnicodeDecodeError as error:
-        raise BadFile(f"{what} is no valid JSON: byte {error.start} is not UTF-8.") from None
-    except ValueError as error:
-        raise BadFile(f"{what} is no valid JSON: {error}.") from None
+    # "-0" is no size; only texts with a minus somewhere pay for the check of every number
+    value = _parse(raw, what, _integer if b"-" in raw else None)
     made = as_object(value)
     if made is None:
         raise BadFile(f"{what} holds a JSON {_kind(value)}, not an object.")
-    if "\\u" in text:
+    if b"\\u" in raw:
         _refuse_surrogates(made, what)
     return made
+
+
+def _parse(text: str | bytes, what: str, as_int: Callable[[str], int] | None) -> Any:
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=as_int)
+    except _KeyTwice as error:
+        raise BadFile(f"{what} has keys that stand twice in one object: {error}.") from None
+    except RecursionError:
+        raise BadFile(f"{what} is no JSON: its values are nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise BadFile(f"{what} is no JSON: byte {error.start} is not UTF-8.") from None
+    except (ValueError, TypeError) as error:
+        raise BadFile(f"{what} is no JSON: {error}.") from None
+
+
+def dump(value: object, what: str, *, indent: int | None = None) -> str:
+    """Word a value as JSON that ``parse`` reads.
+
+    Args:
+        value: What to write.
+        what: What it is, for messages.
+        indent: Spaces for each level; one line by default.
+
+    Raises:
+        Unsupported: JSON cannot hold it: other types, NaN, keys that would be equal.
+
+    >>> dump({"a": [1, None]}, "config")
+    '{"a": [1, null]}'
+    """
+    try:
+        text = json.dumps(value, indent=indent, allow_nan=False)
+        parse(text, "it")
+    except (TypeError, ValueError, RecursionError) as error:  # BadFile is a ValueError
+        raise Unsupported(f"{what}: {str(error).rstrip('.')}. Give what JSON can hold.") from error
+    return text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
