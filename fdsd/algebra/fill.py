@@ -7,7 +7,7 @@ left to an ``Executor``: one does it, another records it as a plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -216,8 +216,7 @@ class Session:
 
             todo.extend([done, (node, part, scratch)])
 
-        chunks = [partial(chunk, part, out[where]) for part, where in region.chunks(limit)]
-        todo.extend(reversed(chunks))
+        _one_by_one((partial(chunk, part, out[where]) for part, where in region.chunks(limit)), todo)
 
     def _fill_gathered(self, task: Pull, op: Structural, todo: _Stack) -> bool:
         """Gather from a covering scratch, if that is small enough to be worth it."""
@@ -258,8 +257,8 @@ class Session:
         allowed = self._allowed(node)
         if allowed is not None and cost > allowed and region.numel > 1:
             limit = max(1, region.numel * allowed // cost)
-            halves = [partial(self._compute, node, part, out[where]) for part, where in region.chunks(limit)]
-            todo.extend(reversed(halves))
+            halves = (partial(self._compute, node, part, out[where]) for part, where in region.chunks(limit))
+            _one_by_one(halves, todo)
             return
         parts = [self._scratch(need, x.dtype) for x, need in zip(node.inputs, needs, strict=True)]
 
@@ -314,6 +313,16 @@ class Session:
         self.required = max(self.required, total)
         if self.strict:
             raise over_budget(node.op, self.budget, total)
+
+
+def _one_by_one(actions: Iterator[_Action], todo: _Stack) -> None:
+    """Put actions on the stack so that each is made when the one before is done: there may be very many."""
+
+    def step(todo: _Stack) -> None:
+        if (action := next(actions, None)) is not None:
+            todo.extend([step, action])
+
+    todo.append(step)
 
 
 def over_budget(op: object, budget: int, required: int) -> OverBudget:
