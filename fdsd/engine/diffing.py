@@ -14,11 +14,12 @@ from fdsd.algebra.fill import Session
 from fdsd.algebra.lazy import Lazy
 from fdsd.data.errors import SpecMismatch, plural
 from fdsd.data.naming import fold
-from fdsd.data.optim import OptimState
+from fdsd.data.optim import OptimState, ParamGroup
 from fdsd.data.region import Region
-from fdsd.data.spec import TensorSpec, spec_of
-from fdsd.data.statedict import as_mapping, same_leaf
+from fdsd.data.spec import TensorSpec, is_exact, spec_of
+from fdsd.data.statedict import as_mapping
 from fdsd.data.train import TrainState
+from fdsd.data.values import is_dict, is_sequence, same_value
 
 __all__ = ["Diff", "ValueDiff", "diff"]
 
@@ -113,8 +114,8 @@ def diff(a: Any, b: Any, *, rtol: float = 0, atol: float = 0) -> Diff:
     + b: only in b
     ~ w: 1 of 2 elements differ, max abs 0.5, max rel 0.2
     """
-    if rtol < 0 or atol < 0:
-        raise SpecMismatch(f"diff: tolerances are 0 or more, not rtol={rtol}, atol={atol}.")
+    if not isinstance(rtol, int | float) or not isinstance(atol, int | float) or rtol < 0 or atol < 0:
+        raise SpecMismatch(f"diff: tolerances are 0 or more, not rtol={rtol!r}, atol={atol!r}.")
     left, right = _flat(a), _flat(b)
     specs: dict[str, tuple[str, str]] = {}
     values: dict[str, ValueDiff] = {}
@@ -125,7 +126,7 @@ def diff(a: Any, b: Any, *, rtol: float = 0, atol: float = 0) -> Diff:
             continue
         x, y = spec_of(left[name]), spec_of(right[name])
         if x is None and y is None:
-            if not same_leaf(left[name], right[name]):
+            if not _same_objects(left[name], right[name]):
                 objects.append(name)
         elif x != y:
             specs[name] = (_text(left[name]), _text(right[name]))
@@ -200,18 +201,45 @@ def _errors(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> tuple
     size = x.dtype.itemsize
     differs = (as_bytes(x).view(-1, size) != as_bytes(y).view(-1, size)).any(1)
     try:
-        p, q = (t.reshape(-1)[differs].to(torch.complex128 if t.dtype.is_complex else torch.float64) for t in (x, y))
+        error, magnitude = _distance(x.reshape(-1)[differs], y.reshape(-1)[differs])
     except RuntimeError:  # elements that torch cannot read as numbers are equal or not, and no more
         return int(differs.sum()), float("nan"), float("nan")
-    error = (p - q).abs()
-    error = torch.where((p == q) | (p.isnan() & q.isnan()), 0.0, error)
-    bound = atol + rtol * q.abs()
+    bound = atol + torch.where(magnitude.isfinite(), rtol * magnitude, 0.0)
     beyond = ~(error <= bound) if rtol or atol else torch.ones_like(error, dtype=torch.bool)
     if not bool(beyond.any()):
         return 0, 0.0, 0.0
-    error, reference = error[beyond], q.abs()[beyond]
-    relative = torch.where(error == 0, 0.0, error / reference)
+    error, magnitude = error[beyond], magnitude[beyond]
+    relative = torch.where(error == 0, 0.0, error / magnitude)
     return int(beyond.sum()), float(error.max()), float(relative.max())
+
+
+def _distance(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the absolute errors of elements, 0 for equal ones and for two NaNs, and the magnitudes of ``q``."""
+    if p.dtype in (torch.int64, torch.uint64):  # in two halves, since float64 cannot hold every value
+        is_signed = p.dtype is torch.int64
+        a, b = p.view(torch.int64), q.view(torch.int64)
+        high = [(t >> 32) if is_signed else (t >> 32) & 0xFFFFFFFF for t in (a, b)]
+        low = [(t & 0xFFFFFFFF).double() for t in (a, b)]
+        error = ((high[0] - high[1]).double() * 2.0**32 + (low[0] - low[1])).abs()
+        return error, (high[1].double() * 2.0**32 + low[1]).abs()
+    x, y = (t.to(torch.complex128 if t.dtype.is_complex else torch.float64) for t in (p, q))
+    error = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
+    return error, y.abs()
+
+
+def _same_objects(a: Any, b: Any) -> bool:
+    """Compare entries that are no tensors, item by item; tensors within them by their bytes."""
+    if is_exact(a) and is_exact(b):
+        return spec_of(a) == spec_of(b) and _same_bytes(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, ParamGroup):
+        return (a.fqns, a.named) == (b.fqns, b.named) and _same_objects(dict(a.options), dict(b.options))
+    if is_sequence(a) and is_sequence(b):
+        return len(a) == len(b) and all(map(_same_objects, a, b))
+    if is_dict(a) and is_dict(b):
+        return a.keys() == b.keys() and all(_same_objects(item, b[key]) for key, item in a.items())
+    return same_value(a, b)
 
 
 def _larger(a: float, b: float) -> float:

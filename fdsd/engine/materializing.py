@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -15,6 +15,7 @@ from fdsd.data.optim import OptimState
 from fdsd.data.sizes import parse_size
 from fdsd.data.spec import TensorSpec, is_exact
 from fdsd.data.statedict import StateDict
+from fdsd.data.ties import tie_key
 from fdsd.data.train import TrainState
 from fdsd.data.values import is_mapping
 
@@ -66,14 +67,15 @@ def _materialize(state: Mapping[str, Any], device: torch.device | str | None, bu
     if hollow := [name for name, leaf in state.items() if isinstance(leaf, TensorSpec)]:
         raise SpecMismatch(f"materialize: {listing(hollow)} are specs and have no data. Open the checkpoint itself.")
     lazy = {name: leaf for name, leaf in state.items() if isinstance(leaf, Lazy)}
-    tensors = dict(zip(lazy, evaluate(list(lazy.values()), budget=budget), strict=True))
-    moved: dict[int, torch.Tensor] = {}
+    tensors = dict(zip(lazy, evaluate(list(lazy.values()), budget=budget, names=list(lazy)), strict=True))
+    moved: dict[Hashable, torch.Tensor] = {}
     made: dict[str, Any] = {}
     for name, leaf in state.items():
         value: Any = tensors.get(name, leaf)
         if device is not None and is_exact(value):
-            if id(value) not in moved:
-                moved[id(value)] = value.to(device)
-            value = moved[id(value)]
+            key = tie_key(value)
+            if key not in moved:
+                moved[key] = value.detach().to(device)
+            value = moved[key]
         made[name] = value
     return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()))

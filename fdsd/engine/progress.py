@@ -50,7 +50,8 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
         stream: TextIO | None = sys.stderr  # none where the caller closed it
-        self._shows = stream is not None and stream.isatty() and not _IS_QUIET.get()
+        is_open = stream is not None and not stream.closed
+        self._shows = is_open and stream is not None and stream.isatty() and not _IS_QUIET.get()
 
     def __enter__(self) -> Progress:
         self._begin = time.monotonic()

@@ -147,11 +147,12 @@ def _of_content(path: Path) -> str | None:
             head = file.read(16)
     except OSError as error:
         refuse(error, path, "it could not be opened")
-    if head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
-        return "torch"
+    # First safetensors: the length of its header may look like the beginning of a pickle.
     length = int.from_bytes(head[:8], "little")
     if len(head) > 8 and head[8:9] in b"{ \t\r\n" and length <= size - 8:
         return "safetensors"
+    if head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
+        return "torch"
     return None
 
 

@@ -73,7 +73,7 @@ class Placement:
         try:
             self._sync()
         finally:
-            self._clean(moved)
+            self._clean_surely(moved)
 
     def _move_away(self, moved: list[tuple[Path, Path]]) -> None:
         clashes = [part.path.name for part in self.parts if os.path.lexists(part.path)]
@@ -99,6 +99,16 @@ class Placement:
             if os.path.lexists(hidden):
                 with contextlib.suppress(OSError):
                     os.rename(hidden, path)
+
+    def _clean_surely(self, moved: Sequence[tuple[Path, Path]]) -> None:
+        """Clean once more if an interrupt comes between: old and new roots side by side could not be opened."""
+        try:
+            self._clean(moved)
+        except DiskError:
+            raise
+        except BaseException:
+            self._clean(moved)
+            raise
 
     def _clean(self, moved: Sequence[tuple[Path, Path]]) -> None:
         new = {self.root.path.name, *[part.path.name for part in self.parts]}

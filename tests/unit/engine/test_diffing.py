@@ -143,7 +143,6 @@ def test_nan_and_zero_are_told_by_their_bits() -> None:
     assert with_nan is not None and with_nan.unequal == 2 and math.isnan(with_nan.max_abs)
 
 
-@pytest.mark.xfail(strict=True, reason="a NaN with other bits is beyond any tolerance")
 @pytest.mark.parametrize("tolerances", [{"rtol": 1e-9}, {"atol": 1e-9}])
 def test_nans_are_equal_within_tolerances(tolerances: dict[str, float]) -> None:
     other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
@@ -180,11 +179,9 @@ def test_tolerances_are_those_of_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("a, b", [(INF, -INF), (1.0, INF), (INF, 1.0), (-INF, 5.0)])
-def test_infinities_are_close_to_themselves_only(a: float, b: float, request: pytest.FixtureRequest) -> None:
+def test_infinities_are_close_to_themselves_only(a: float, b: float) -> None:
     assert values(torch.tensor([a]), torch.tensor([a]), rtol=0.1) is None
     assert values(torch.tensor([a]), torch.tensor([b])) is not None
-    if math.isinf(b):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="rtol * inf is a bound that everything meets"))
     assert values(torch.tensor([a]), torch.tensor([b]), rtol=0.1) is not None
 
 
@@ -196,7 +193,6 @@ def test_integers(dtype: torch.dtype) -> None:
     assert values(a, b, atol=4) is None
 
 
-@pytest.mark.xfail(strict=True, reason="integers above 2**53 are compared as float64")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
 def test_large_integers_are_exact(dtype: torch.dtype) -> None:
     a, b = torch.tensor([2**60]).to(dtype), torch.tensor([2**60 + 100]).to(dtype)
@@ -282,7 +278,6 @@ def test_train_states_and_optimizers() -> None:
     assert {"optim.exp_avg.weight", "optim.step.bias", "optim.param_groups"} <= set(found.only_a)
 
 
-@pytest.mark.xfail(strict=True, reason="objects that hold tensors of several elements are never equal")
 def test_objects_that_hold_tensors() -> None:
     a, b = ({"sampler": {"rng": torch.arange(4), "step": 3}} for _ in range(2))
     assert fdsd.diff(a, b).same

@@ -62,7 +62,6 @@ def test_no_terminal_shows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     fdsd.save(MIXED, tmp_path / "x.safetensors", overwrite=True)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="ValueError: I/O operation on closed file")
 def test_a_stream_that_was_closed(tmp_path: Path) -> None:
     stream = io.StringIO()
     stream.close()

@@ -109,7 +109,6 @@ def test_a_source_that_changes_meanwhile(folder: Path, path: str, p: fdsd.Pipeli
         assert "while saving '" in notes(caught.value)  # copies of neighbours are done together, so it may be either
 
 
-@pytest.mark.xfail(strict=True, reason="the names of the tensors are not in the errors of a torch file's save")
 def test_errors_of_a_torch_file_name_the_tensor(folder: Path) -> None:
     state = then((folder / "in.safetensors").unlink)(fdsd.open(folder / "in.safetensors"))
     with pytest.raises(BadFile) as caught:
@@ -202,13 +201,7 @@ def test_a_system_call_that_fails(
 
 
 CALLS = ["copy_file_range", "pwrite", "open", "replace", "rename", "unlink", "fchmod", "stat"]
-BOTH = pytest.mark.xfail(strict=True, reason="old files are left beside new ones, and the folder cannot be opened")
-MOMENTS = [
-    pytest.param(path, call, count, marks=BOTH if (path, call, count) == ("out", "unlink", 1) else [])
-    for path in ("out.safetensors", "out")
-    for call in CALLS
-    for count in (1, 2, 4, 7)
-]
+MOMENTS = [(path, call, count) for path in ("out.safetensors", "out") for call in CALLS for count in (1, 2, 4, 7)]
 
 
 @pytest.mark.parametrize("path, call, count", MOMENTS)
