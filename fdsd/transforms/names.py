@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from fdsd.data.errors import BadPattern, FdsdError, NotInvertible, listing
 from fdsd.data.problem import Problem
@@ -20,9 +20,14 @@ __all__ = ["add_prefix", "drop_prefix", "rename_fqns", "strip_wrappers"]
 
 @frozen
 class RenameFqns(Step):
-    """See ``rename_fqns``."""
+    """See ``rename_fqns``.
+
+    As the inverse of another rename it knows that one, and takes only names that it could have given. That is no
+    part of what it is: it equals the rename with the sides swapped.
+    """
 
     table: RuleTable
+    undoes: RuleTable | None = field(default=None, eq=False)
     verb: ClassVar[str] = "rename_fqns"
 
     @property
@@ -35,14 +40,18 @@ class RenameFqns(Step):
 
     def rewrite(self, scope: Scope) -> Rewrite:
         renaming = self.table.apply(scope.names)
-        return _renamed(scope.names, renaming.targets, renaming.problems)
+        problems = list(renaming.problems)
+        if self.undoes is not None and not problems:
+            problems = check_round_trip(self.table, self.undoes, scope.names)
+        return _renamed(scope.names, renaming.targets, problems)
 
     def invert(self) -> tuple[Step, ...]:
+        if self.undoes is not None:
+            return (RenameFqns(self.undoes),)
         try:
-            self.table.invert()
+            return (RenameFqns(self.table.invert(), self.table),)
         except NotInvertible as error:
             self.refuse_inverse(str(error))
-        return (UndoRename(self.table),)
 
     def bind(self, scope: Scope) -> tuple[Step, ...]:
         if self.grade is Grade.EXACT and not self.table.apply(scope.names).problems:
@@ -51,33 +60,6 @@ class RenameFqns(Step):
 
     def call_text(self) -> str:
         return f"rename_fqns({self.table.arguments()})"
-
-
-@frozen
-class UndoRename(Step):
-    """The inverse of ``rename_fqns``: the sides swapped, and each name checked there and back.
-
-    So it is not the rename with the sides swapped, which takes names that would come back as others.
-    """
-
-    table: RuleTable
-    verb: ClassVar[str] = "~rename_fqns"
-
-    @property
-    def grade(self) -> Grade:
-        return Grade.EXACT
-
-    def rewrite(self, scope: Scope) -> Rewrite:
-        back = self.table.invert()
-        renaming = back.apply(scope.names)
-        problems = renaming.problems or check_round_trip(back, self.table, scope.names)
-        return _renamed(scope.names, renaming.targets, problems)
-
-    def invert(self) -> tuple[Step, ...]:
-        return (RenameFqns(self.table),)
-
-    def call_text(self) -> str:
-        return f"~rename_fqns({self.table.arguments()})"
 
 
 def _renamed(names: Sequence[str], targets: Sequence[str], problems: Iterable[Problem]) -> Rewrite:
@@ -107,7 +89,7 @@ def rename_fqns(rules: Rules, *, inverse: Rules | None = None) -> Pipeline:
     >>> list((~p)({"blocks.0.q": 1, "norm": 2}))
     ['layers.0.wq', 'norm']
     >>> ~p
-    ~rename_fqns({'layers.{i}.wq': 'blocks.{i}.q'})
+    rename_fqns({'blocks.{i}.q': 'layers.{i}.wq'})
     """
     try:
         return Pipeline((RenameFqns(RuleTable.make(rules, inverse)),))
