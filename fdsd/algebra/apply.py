@@ -143,7 +143,7 @@ def constant(spec: TensorSpec, value: Any, *, like: Any = None) -> Any:
     tensor([7, 7], dtype=torch.int8)
     """
     if isinstance(like, TensorSpec):
-        return spec
+        return TensorSpec(spec.shape, spec.dtype, tie=("constant", spec, value))
     op = Constant(spec, value)
     return op.eager().to(like.device) if is_exact(like) else Lazy(op, (), [spec])
 
@@ -164,6 +164,14 @@ class Applier:
         if (op, specs) not in self._settled:
             self._settled[op, specs] = op.settled(specs)
         return self._settled[op, specs]
+
+    def constant(self, spec: TensorSpec, value: Any, *, like: Any) -> Any:
+        """Give a tensor of one value beside ``like``; the same one each time, so that ties are kept."""
+        place = like.device if is_exact(like) else type(like)
+        key = ("constant", spec, value, place)
+        if key not in self._made:
+            self._made[key] = constant(spec, value, like=like)
+        return self._made[key]
 
     def __call__(self, op: Op, *leaves: Any) -> Any:
         """Apply an operation; see ``apply``."""

@@ -103,11 +103,11 @@ class Concat(Step):
     def bind(self, scope: Scope) -> tuple[Step, ...]:
         found = group_many(self.sources, self.target, scope.names)
         whole = [group for group in found.groups if group.is_complete]
-        if found.problems or not whole:
+        if found.problems:
             return (self,)
         back = group_split(self.target, self.sources, found.rewrite(scope.names))
         refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
-        if self.sizes is not None:
+        if self.sizes is not None or not whole:
             return (self,)
         try:
             sizes = {group: self._sizes(scope, group) for group in whole}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from attrs import frozen
 
-from fdsd.algebra.apply import Applier, constant
+from fdsd.algebra.apply import Applier
 from fdsd.algebra.ops import Concat, Slice
 from fdsd.algebra.ops import IndexSelect as IndexSelectOp
 from fdsd.data.errors import SpecMismatch
@@ -109,7 +109,7 @@ class Pad(_Sized):
         if size > self.to:
             raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, more than {self.to}. Use crop().")
         rows = spec.with_shape((*spec.shape[:dim], self.to - size, *spec.shape[dim + 1 :]))
-        return apply(Concat(dim), leaf, constant(rows, 0, like=leaf))
+        return apply(Concat(dim), leaf, apply.constant(rows, 0, like=leaf))
 
     def inverse(self) -> Step:
         if self.from_size is None:

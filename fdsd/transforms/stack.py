@@ -94,12 +94,12 @@ class Stack(_Indexed):
 
     def bind(self, scope: Scope) -> tuple[Step, ...]:
         found = group_indexed(self.source, self.target, scope.names, index=self.index, num=self.num)
-        if found.problems or not found.groups:
+        if found.problems:
             return (self,)
-        nums = {len(group.members) for group in found.groups}
-        back = group_unindexed(self.target, self.source, found.rewrite(scope.names), max(nums), index=self.index)
+        num = max([len(group.members) for group in found.groups], default=self.num or 1)
+        back = group_unindexed(self.target, self.source, found.rewrite(scope.names), num, index=self.index)
         refuse_unless_undone(self.verb, check_groups_round_trip(found, back))
-        return (evolve(self, num=max(nums)),)
+        return (evolve(self, num=num) if found.groups else self,)
 
 
 @frozen
@@ -158,10 +158,12 @@ class Unstack(_Indexed):
 
     def bind(self, scope: Scope) -> tuple[Step, ...]:
         found = self._spreads(scope)
-        if found.problems or not found.groups:
+        if found.problems:
             return (self,)
         nums = {len(spread.targets) for spread in found.groups}
-        steps = [evolve(self, num=max(nums))] if len(nums) == 1 else [self._only(spread) for spread in found.groups]
+        steps = [self] if not nums else [evolve(self, num=max(nums))]
+        if len(nums) > 1:
+            steps = [self._only(spread) for spread in found.groups]
         for step in steps:
             there = step._spreads(scope)
             back = group_indexed(step.target, step.source, there.rewrite(scope.names), index=self.index, num=step.num)

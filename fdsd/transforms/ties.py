@@ -77,6 +77,12 @@ class Tie(Step):
         build = partial(_same, self.verb, (owner, *beside), is_alias) if beside else None
         return Assign(name, (owner,), build, is_alias, beside)
 
+    def bind(self, scope: Scope) -> tuple[Step, ...]:
+        owners, _ = _resolve(self.pairs, scope.names)
+        if there := [alias for alias in owners if alias in scope]:
+            self.refuse_inverse(f"{listing(there)} there already, and undoing would drop such names.")
+        return (self,)
+
     def invert(self) -> tuple[Step, ...]:
         return (DropAliases(self.pairs),)
 
