@@ -167,8 +167,8 @@ class Applier:
 
     def constant(self, spec: TensorSpec, value: Any, *, like: Any) -> Any:
         """Give a tensor of one value beside ``like``; the same one each time, so that ties are kept."""
-        place = like.device if is_exact(like) else type(like)
-        key = ("constant", spec, value, place)
+        place = str(like.device) if is_exact(like) else type(like).__name__
+        key: Hashable = ("constant", spec, value, place)
         if key not in self._made:
             self._made[key] = constant(spec, value, like=like)
         return self._made[key]

@@ -17,6 +17,7 @@ from fdsd.cli import check, convert, demo, diff, explain, ls
 from fdsd.cli.command import Command
 from fdsd.cli.console import complain, stop_writing
 from fdsd.cli.places import place
+from fdsd.cli.stopping import Stopped, stoppable
 from fdsd.data.errors import FdsdError
 
 __all__ = ["main"]
@@ -98,16 +99,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"name a command: {', '.join([command.name for command in _COMMANDS])}")
             command: Command = options.chosen
             prog, words = f"fdsd {command.name}", dict(command.words)
-            code = command.run(options)
+            with stoppable():
+                code = command.run(options)
         except SystemExit as stop:  # help, the version, or bad usage, which has been told
             code = stop.code if isinstance(stop.code, int) else 0
         _flush()
     except BrokenPipeError:
         stop_writing(sys.stdout)
         return 141
-    except KeyboardInterrupt:
-        complain(f"{prog}: interrupted.")
-        return _ended(130)
+    except KeyboardInterrupt as stop:
+        complain(f"{prog}: {'told to stop' if isinstance(stop, Stopped) else 'interrupted'}.")
+        return _ended(128 + stop.number if isinstance(stop, Stopped) else 130)
     except Exception as error:
         if os.environ.get(_TRACEBACK):
             traceback.print_exc()

@@ -214,6 +214,30 @@ def test_an_interrupt_is_one_line(tmp_path: Path, model: Path) -> None:
     assert process.returncode == 130
 
 
+SLOW = """
+import os, time, torch, fdsd
+def wait(x):
+    print("ready", flush=True)
+    time.sleep(60)
+    return x
+p = fdsd.map_tensors(wait, spec=lambda spec: spec)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_scheduler_that_stops_it_finds_nothing_half_written(tmp_path: Path, model: Path, number: int) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    out = tmp_path / "out"
+    command = [*PYTHON, "convert", str(model), str(out), "--pipeline", str(tmp_path / "slow.py:p")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.stderr.read() == b"fdsd convert: told to stop.\n"
+    assert process.returncode == 128 + number
+    assert not out.exists()
+
+
 def test_output_survives_an_encoding_that_lacks_it(tmp_path: Path) -> None:
     fdsd.save({"gewicht.ä": torch.ones(1)}, tmp_path / "a.safetensors")
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -21,10 +21,7 @@ from fdsd.storage.files import (
     local_path,
     read_exactly,
 )
-
-
-def fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+from tests.helpers.descriptors import descriptors_below
 
 
 @pytest.fixture
@@ -70,31 +67,31 @@ def test_a_zero_byte_in_a_path_is_no_path() -> None:
 def test_few_descriptors_stay_open(tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / str(i)).write_bytes(bytes([i]))
-    before = fds()
+    before = descriptors_below(tmp_path)
     pool = OpenFiles(4)
     for i in [*range(40), *range(40)]:
         path = str(tmp_path / str(i))
         with pool.borrow(path, FileStamp.of(path)) as fd:
             assert os.pread(fd, 1, 0) == bytes([i])
-        assert fds() <= before + 4
+        assert descriptors_below(tmp_path) <= before + 4
     pool.close()
-    assert fds() == before
+    assert descriptors_below(tmp_path) == before
 
 
 def test_descriptors_close_with_the_pool(numbers: Path) -> None:
-    before = fds()
+    before = descriptors_below(numbers.parent)
     pool = OpenFiles()
     with pool.borrow(str(numbers)):
         pass
-    assert fds() == before + 1
+    assert descriptors_below(numbers.parent) == before + 1
     del pool
-    assert fds() == before
+    assert descriptors_below(numbers.parent) == before
 
 
 def test_a_borrowed_descriptor_outlives_the_limit_and_a_replacement(numbers: Path, tmp_path: Path) -> None:
     pool = OpenFiles(0)
     path = str(numbers)
-    before = fds()
+    before = descriptors_below(tmp_path)
     with pool.borrow(path, FileStamp.of(path)) as first:
         (tmp_path / "new").write_bytes(b"new bytes")
         os.replace(tmp_path / "new", path)
@@ -102,7 +99,7 @@ def test_a_borrowed_descriptor_outlives_the_limit_and_a_replacement(numbers: Pat
             assert os.pread(first, 3, 0) == bytes([0, 1, 2])
             assert os.pread(second, 3, 0) == b"new"
         assert os.pread(first, 3, 0) == bytes([0, 1, 2])
-    assert fds() == before
+    assert descriptors_below(tmp_path) == before
 
 
 def test_a_pool_pickles_without_its_descriptors(numbers: Path) -> None:

@@ -24,6 +24,7 @@ from fdsd.data.strides import row_major
 from fdsd.data.ties import ties
 from fdsd.storage.safetensors_sink import SafetensorsSink
 from fdsd.storage.safetensors_source import SafetensorsSource
+from tests.helpers.descriptors import descriptors_below
 
 from .conftest import Failing, Make, assert_holds, of_dtype, raw, read, save, specs_of, tree
 
@@ -193,12 +194,11 @@ def test_one_shard_has_no_index(tmp_path: Path) -> None:
 
 def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.tensor([float(i)]) for i in range(200)}
-    before = len(os.listdir("/proc/self/fd"))
     with SafetensorsSink.create_folder(tmp_path, specs_of(tensors), max_shard_size=4, durable=False) as sink:
         for name, value in tensors.items():
             sink.write(name, 0, value)
-        assert len(os.listdir("/proc/self/fd")) <= before + 16
-    assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors_below(tmp_path) <= 16
+    assert descriptors_below(tmp_path) == 0
     assert_holds(tmp_path, tensors)
 
 

@@ -22,6 +22,7 @@ from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import ties
 from fdsd.storage.safetensors_source import SafetensorsSource
 from tests.golden.hostile.cases import INDEXES, UNSAFE, build, tensor, unsafe_index
+from tests.helpers.descriptors import descriptors_below
 
 from .conftest import of_dtype, raw
 
@@ -277,13 +278,12 @@ def test_names_dropped_by_save_model_come_back_as_tied(tmp_path: Path) -> None:
 def test_descriptors_are_few_and_close(tmp_path: Path) -> None:
     for i in range(100):
         save_file({f"t{i}": torch.tensor([float(i)])}, tmp_path / f"{i}.safetensors")
-    before = len(os.listdir("/proc/self/fd"))
     with SafetensorsSource(tmp_path) as source:
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors_below(tmp_path) == 0
         for i in range(100):
             assert read(source, f"t{i}").item() == i
-        assert len(os.listdir("/proc/self/fd")) <= before + 8
-    assert len(os.listdir("/proc/self/fd")) == before
+        assert 0 < descriptors_below(tmp_path) <= 8
+    assert descriptors_below(tmp_path) == 0
     assert read(source, "t5").item() == 5
 
 
