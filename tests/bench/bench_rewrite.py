@@ -201,7 +201,6 @@ def bench_leaves(count: int, repeats: int) -> list[Row]:
         "dict comprehension": lambda: {name: leaf.detach for name, leaf in plain.items()},
         "StateDict(dict)": lambda: fdsd.StateDict(plain),
         "StateDict(pairs)": lambda: fdsd.StateDict(plain.items()),
-        "StateDict.map": lambda: state.map((name, leaf.detach) for name, leaf in state.items()),
         "optree.tree_map": lambda: optree.tree_map(lambda leaf: leaf.detach, state, namespace="fdsd"),  # type: ignore[arg-type]
         "to_dict": state.to_dict,
         "specs": lambda: fdsd.specs(state),
