@@ -8,6 +8,7 @@ are loaded only when such a leaf is met; unknown ones are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,10 +22,22 @@ from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
 from fdsd.data.statedict import StateDict, require_mapping
 from fdsd.data.ties import tie_key
 
-__all__ = ["HANDLERS", "Applier", "apply", "constant", "defer", "defer_leaf"]
+__all__ = ["HANDLERS", "MAPPERS", "Applier", "apply", "constant", "defer", "defer_leaf"]
 
-HANDLERS: dict[str, Callable[[Any], Lazy]] = {}
-"""How to make a lazy tensor of a tensor subclass, by the qualified name of the class."""
+HANDLERS: dict[str, Callable[[Any], Lazy] | str] = {
+    "torch.distributed.tensor.DTensor": "fdsd.comms.dtensors:lazy_dtensor",
+    "torch.distributed._tensor.DTensor": "fdsd.comms.dtensors:lazy_dtensor",
+    "torch.distributed.tensor._api.DTensor": "fdsd.comms.dtensors:lazy_dtensor",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "fdsd.comms.sharded_tensors:lazy_sharded_tensor",
+    "fdsd.layout.sharded.Sharded": "fdsd.layout.sharded:lazy_sharded",
+}
+"""How to make a lazy tensor of a tensor subclass, by the qualified name of the class: a function, or where it is."""
+
+MAPPERS: dict[str, Callable[[Op, Sequence[Any]], Any] | str] = {
+    "fdsd.layout.sharded.Sharded": "fdsd.layout.sharded:map_sharded",
+}
+"""How a pointwise operation runs on leaves of which one is of a class, by its qualified name; ``NotImplemented`` if it
+runs like any other operation."""
 
 
 def defer_leaf(leaf: Any, fqn: str = "tensor") -> Any:
@@ -75,9 +88,22 @@ def defer(state: Mapping[str, Any]) -> StateDict[Any]:
     return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()), "lazy")
 
 
+def _kind(leaf: Any) -> str:
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+
+
+def _loaded(table: dict[str, Any], kind: str) -> Any:
+    """Give the function that a table has for a class; it is loaded when such a leaf is met, and not before."""
+    found = table.get(kind)
+    if isinstance(found, str):
+        module, name = found.split(":")
+        found = table[kind] = getattr(import_module(module), name)
+    return found
+
+
 def _handler(leaf: Any) -> Callable[[Any], Lazy]:
-    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-    found = HANDLERS.get(kind)
+    kind = _kind(leaf)
+    found: Callable[[Any], Lazy] | None = _loaded(HANDLERS, kind)
     if found is None:
         raise Unsupported(
             f"A tensor of class {kind} can be renamed and chosen, but not computed on or rearranged: fdsd does not "
@@ -116,6 +142,11 @@ def apply(op: Op, *leaves: Any) -> Any:
             op.infer(*given)
         with torch.no_grad():
             return op.eager(*[leaf.detach() for leaf in leaves])
+    if op.pointwise:
+        for leaf in leaves:
+            mapper = _loaded(MAPPERS, _kind(leaf)) if isinstance(leaf, VirtualTensor) else None
+            if mapper is not None and (mapped := mapper(op, leaves)) is not NotImplemented:
+                return mapped
     made = op.infer(*given)
     if any(isinstance(leaf, TensorSpec) for leaf in leaves):
         return _abstract(op, given, made)
@@ -171,6 +202,17 @@ class Applier:
         key: Hashable = ("constant", spec, value, place)
         if key not in self._made:
             self._made[key] = constant(spec, value, like=like)
+        return self._made[key]
+
+    def once(self, what: Hashable, leaf: Any, make: Callable[[], Any]) -> Any:
+        """Make something of a leaf, the same thing for all leaves that are tied to it."""
+        tied = tie_key(leaf)
+        if tied is None:
+            return make()
+        key = (what, tied)
+        if key not in self._made:
+            self._made[key] = make()
+            self._alive.append(leaf)
         return self._made[key]
 
     def __call__(self, op: Op, *leaves: Any) -> Any:

@@ -7,13 +7,14 @@ files, ranks, budgets or the dtypes of others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 
-from fdsd.data.errors import LazyError, Unsupported
+from fdsd.algebra.virtual import Standin
+from fdsd.data.errors import Unsupported
 from fdsd.data.region import Region
-from fdsd.data.spec import TensorSpec, VirtualTensor
+from fdsd.data.spec import TensorSpec
 
 __all__ = ["Computing", "Lazy", "Op", "Pull", "Structural"]
 
@@ -24,6 +25,9 @@ class Op:
     """An operation: a frozen, hashable value."""
 
     __slots__ = ()
+
+    pointwise: ClassVar[bool] = False
+    """Whether each element of the one result depends on the elements at its own place only, whatever the shape."""
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec | tuple[TensorSpec, ...]:
         """Give the spec of the result (a tuple for several), or raise with a reason that names shapes."""
@@ -86,7 +90,7 @@ class Computing(Op):
         raise NotImplementedError
 
 
-class Lazy(VirtualTensor):
+class Lazy(Standin):
     """A tensor as an expression: an operation on inputs. It has a spec; its data is read by ``materialize``.
 
     Lazy tensors compare by identity.
@@ -103,6 +107,10 @@ Use fdsd.materialize(state).
     """
 
     __slots__ = ("__weakref__", "inputs", "op", "outputs")
+
+    _kind = "lazy"
+    _until = "until its data is read"
+    _remedy = "Use fdsd.materialize(state)"
 
     op: Op
     inputs: tuple[Lazy, ...]
@@ -123,68 +131,8 @@ Use fdsd.materialize(state).
             raise Unsupported(f"{self.op} gives {len(self.outputs)} tensors; take one of them with Item(i).")
         return self.outputs[0]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the dims."""
-        return self.spec.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
-        return self.spec.dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims."""
-        return self.spec.ndim
-
-    def numel(self) -> int:
-        """The number of elements."""
-        return self.spec.numel
-
     def __repr__(self) -> str:
         return f"Lazy({type(self.op).__name__}, {', '.join(map(str, self.outputs))})"
 
-    def _refuse(self, what: str) -> NoReturn:
-        outputs = ", ".join(map(str, object.__getattribute__(self, "outputs")))
-        raise LazyError(
-            f"This tensor is lazy ({outputs}): it has no {what} until its data is read. Use fdsd.materialize(state)."
-        )
-
-    def _no_arithmetic(self, *_others: object) -> NoReturn:
-        self._refuse("values to compute with")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_arithmetic
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __neg__ = __pos__ = __abs__ = __invert__ = (
-        _no_arithmetic
-    )
-    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = __complex__ = _no_arithmetic
-
-    def __contains__(self, item: object) -> bool:
-        self._refuse("elements to look for")
-
-    def __bool__(self) -> bool:
-        self._refuse("truth value")
-
-    def __len__(self) -> int:
-        self._refuse("length")
-
-    def __iter__(self) -> Iterator[Any]:
-        self._refuse("elements to iterate over")
-
-    def __getitem__(self, index: object) -> Any:
-        self._refuse("elements to index")
-
-    def __getattr__(self, name: str) -> Any:
-        # protocols probe for special methods, and copying looks at objects that are not filled yet
-        if name.startswith("__") or name in Lazy.__slots__:
-            raise AttributeError(name)
-        self._refuse(f"attribute {name!r}")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        raise LazyError(
-            f"torch.{name} cannot run on a lazy tensor. Use map_tensors() in a pipeline, or fdsd.materialize(state)."
-        )
+    def _told(self) -> str:
+        return f"lazy ({', '.join(map(str, object.__getattribute__(self, 'outputs')))})"

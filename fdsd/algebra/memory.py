@@ -62,6 +62,10 @@ class MemorySource:
     def pieces(self, fqn: str) -> Sequence[Piece]:
         return [Piece(Region.whole(tuple(self._tensors[fqn].shape)))]
 
+    def local(self, fqn: str) -> torch.Tensor:
+        """Give the tensor itself, which is not to be written."""
+        return self._tensors[fqn]
+
     def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
         tensor = self._tensors[fqn]
         if tensor.is_meta:

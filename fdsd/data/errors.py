@@ -23,6 +23,7 @@ __all__ = [
     "NotInvertible",
     "OverBudget",
     "RankDisagreement",
+    "RanksLost",
     "SpecMismatch",
     "UnknownName",
     "UnsafeFile",
@@ -75,6 +76,10 @@ class OverBudget(FdsdError, RuntimeError):
 
 class RankDisagreement(FdsdError, RuntimeError):
     """Ranks of one group hold or want different things."""
+
+
+class RanksLost(FdsdError, RuntimeError):
+    """Ranks of a group ended or cannot be reached; the message names them, and what is undefined now."""
 
 
 class BadFile(FdsdError, ValueError):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +15,7 @@ from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import StateDict
 
-__all__ = ["Piece", "Sink", "Source", "World"]
+__all__ = ["Pending", "Piece", "Sink", "Source", "World"]
 
 
 @frozen
@@ -60,9 +60,17 @@ class Sink(Protocol):
         ...
 
 
+class Pending(Protocol):
+    """A message that is under way."""
+
+    def wait(self) -> None:
+        """Wait until the memory may be used again: until it is sent, or received."""
+        ...
+
+
 @runtime_checkable
 class World(Protocol):
-    """The processes that work together."""
+    """The processes that work together. Ranks are numbers that layouts use too: those of the default process group."""
 
     @property
     def rank(self) -> int:
@@ -70,18 +78,23 @@ class World(Protocol):
         ...
 
     @property
-    def size(self) -> int:
-        """How many processes there are."""
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of all processes, in the order of the group."""
         ...
 
-    def agree(self, statement: Hashable) -> Sequence[Any]:
-        """Give each process's statement, in the order of ranks, on every process."""
+    @property
+    def device(self) -> torch.device:
+        """Where the memory of messages has to lie."""
         ...
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> None:
-        """Send and receive buffers, each named by the other rank, in one order on every process."""
+    def agree(self, statement: Any) -> list[Any]:
+        """Give each process's statement, in the order of ``ranks``, on every process."""
+        ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> Pending:
+        """Begin to send contiguous memory on ``device`` to a rank."""
+        ...
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Begin to receive from a rank into contiguous memory on ``device``."""
         ...

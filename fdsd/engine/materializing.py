@@ -18,6 +18,8 @@ from fdsd.data.statedict import StateDict
 from fdsd.data.ties import tie_key
 from fdsd.data.train import TrainState
 from fdsd.data.values import is_mapping
+from fdsd.engine.gathering import gather_leaves, gather_optim
+from fdsd.layout.sharded import Sharded
 
 __all__ = ["materialize"]
 
@@ -25,25 +27,38 @@ S = TypeVar("S", OptimState, TrainState)
 
 
 @overload
-def materialize(state: S, *, device: torch.device | str | None = None, budget: int | str | None = None) -> S: ...
+def materialize(
+    state: S, *, group: Any = None, device: torch.device | str | None = None, budget: int | str | None = None
+) -> S: ...
 @overload
 def materialize(
-    state: Mapping[str, Any], *, device: torch.device | str | None = None, budget: int | str | None = None
+    state: Mapping[str, Any],
+    *,
+    group: Any = None,
+    device: torch.device | str | None = None,
+    budget: int | str | None = None,
 ) -> StateDict[Any]: ...
-def materialize(state: Any, *, device: torch.device | str | None = None, budget: int | str | None = None) -> Any:
+def materialize(
+    state: Any, *, group: Any = None, device: torch.device | str | None = None, budget: int | str | None = None
+) -> Any:
     """Read every lazy tensor of a state into memory; what is here already stays as it is.
 
     Args:
         state: A mapping of names to leaves, an ``OptimState`` or a ``TrainState``.
+        group: The process group that works together; all of its ranks call this. Then tensors of any kind, DTensors
+            too, become whole tensors on every rank, names that only some ranks have included. What ``gather(to=rank)``
+            was asked of is on that rank alone; what was laid out by ``reshard`` is ``Sharded``, with this rank's shard.
         device: Where the tensors go; by default lazy ones to the CPU, and others stay where they are.
         budget: Bytes for scratch beside the result, as a number or like ``"256MB"``; no limit by default.
 
     Returns:
-        The same kind of state; names that share a lazy tensor share the tensor.
+        The same kind of state; names that share a lazy tensor share the tensor. A ``Sharded`` leaf stays one, made of
+        tensors.
 
     Raises:
         OverBudget: Before anything is read: an operation needs its whole input at once, and more than the budget.
         SpecMismatch: Some leaves are specs, which have no data.
+        RankDisagreement: The ranks know different things of one name, or one of them failed; on all ranks.
 
     Law: ``materialize(f(defer(x)))`` equals ``f(x)``.
 
@@ -53,29 +68,62 @@ def materialize(state: Any, *, device: torch.device | str | None = None, budget:
     """
     limit = None if budget is None else parse_size(budget, "budget")
     if isinstance(state, TrainState):
-        optim = None if state.optim is None else materialize(state.optim, device=device, budget=budget)
-        return evolve(state, model=materialize(state.model, device=device, budget=budget), optim=optim)
+        how: dict[str, Any] = {"group": group, "device": device, "budget": budget}
+        optim = None if state.optim is None else materialize(state.optim, **how)
+        return evolve(state, model=materialize(state.model, **how), optim=optim)
+    if not (isinstance(state, OptimState) or is_mapping(state)):
+        raise Unsupported(f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}.")
+    if group is not None:
+        return _materialize_over(state, group, device, limit)
     if isinstance(state, OptimState):
         slots = {slot: _materialize(column, device, limit) for slot, column in state.slots.items()}
         return state.replace(slots=slots)
-    if not is_mapping(state):
-        raise Unsupported(f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}.")
     return _materialize(state, device, limit)
 
 
+def _materialize_over(state: Any, group: Any, device: torch.device | str | None, budget: int | None) -> Any:
+    """Bring a state together over a group; collective."""
+    from fdsd.comms.world import world_of
+
+    how: dict[str, Any] = {"device": device, "budget": budget, "keep": True}
+    if isinstance(state, OptimState):
+        return gather_optim(state, world_of(group), **how)
+    made = gather_leaves(state, world_of(group), **how)
+    return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()))
+
+
 def _materialize(state: Mapping[str, Any], device: torch.device | str | None, budget: int | None) -> StateDict[Any]:
-    if hollow := [name for name, leaf in state.items() if isinstance(leaf, TensorSpec)]:
+    parts = {name: _parts(leaf) for name, leaf in state.items()}
+    if hollow := [name for name, some in parts.items() if any(isinstance(part, TensorSpec) for part in some)]:
         raise SpecMismatch(f"materialize: {listing(hollow)} are specs and have no data. Open the checkpoint itself.")
-    lazy = {name: leaf for name, leaf in state.items() if isinstance(leaf, Lazy)}
-    tensors = dict(zip(lazy, evaluate(list(lazy.values()), budget=budget, names=list(lazy)), strict=True))
+    lazy = [(name, part) for name, some in parts.items() for part in some if isinstance(part, Lazy)]
+    read = evaluate([part for _, part in lazy], budget=budget, names=[name for name, _ in lazy])
+    tensors = {id(part): tensor for (_, part), tensor in zip(lazy, read, strict=True)}
     moved: dict[Hashable, torch.Tensor] = {}
     made: dict[str, Any] = {}
+    laid: dict[int, Sharded] = {}
     for name, leaf in state.items():
-        value: Any = tensors.get(name, leaf)
-        if device is not None and is_exact(value):
-            key = tie_key(value)
-            if key not in moved:
-                moved[key] = value.detach().to(device)
-            value = moved[key]
-        made[name] = value
+        values = [_moved(tensors.get(id(part), part), device, moved) for part in parts[name]]
+        if not isinstance(leaf, Sharded):
+            made[name] = values[0]
+        elif all(value is part for value, part in zip(values, parts[name], strict=True)):
+            made[name] = leaf
+        else:
+            if id(leaf) not in laid:
+                laid[id(leaf)] = leaf.with_parts(values)
+            made[name] = laid[id(leaf)]
     return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()))
+
+
+def _parts(leaf: Any) -> tuple[Any, ...]:
+    """Give what of a leaf is to be read: of a sharded one what it is made of."""
+    return leaf.parts if isinstance(leaf, Sharded) else (leaf,)
+
+
+def _moved(value: Any, device: torch.device | str | None, moved: dict[Hashable, torch.Tensor]) -> Any:
+    if device is None or not is_exact(value):
+        return value
+    key = tie_key(value)
+    if key not in moved:
+        moved[key] = value.detach().to(device)
+    return moved[key]

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from attrs import frozen
 
 from fdsd.algebra.apply import defer, defer_leaf
 from fdsd.algebra.lazy import Lazy
+from fdsd.comms.alone import world_for
 from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
+from fdsd.data.protocols import World
 from fdsd.data.sizes import parse_size
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.ties import ties
 from fdsd.engine.assets import Assets
+from fdsd.engine.gathering import gather_leaves
+from fdsd.engine.group_saving import save_over, writer_of
 from fdsd.engine.materializing import materialize
 from fdsd.engine.progress import Progress
 from fdsd.engine.provenance import provenance
 from fdsd.engine.streaming import Stream
+from fdsd.engine.streams import one_rank
+from fdsd.engine.unions import together
+from fdsd.layout.sharded import whole_leaves
 from fdsd.storage.files import local_path
 from fdsd.storage.formats import of_target
 from fdsd.storage.safetensors_sink import SafetensorsSink
@@ -39,6 +48,7 @@ def save(
     config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     budget: int | str = "256MB",
+    group: Any = None,
 ) -> None:
     """Write a state to files, reading lazy tensors piece by piece on the way.
 
@@ -51,7 +61,9 @@ def save(
         assets: A folder, or files, to copy beside the weights: configuration, tokenizer; weights are left out.
         config: Entries to set in the folder's ``config.json``, which comes from the assets or is there already.
         overwrite: Whether an existing checkpoint may be replaced.
-        budget: Bytes for scratch and kept results, whatever the size of the state.
+        budget: Bytes for scratch, kept results and messages, whatever the size of the state.
+        group: The process group that works together, where the state lies over ranks: all call ``save``, and one of
+            them writes: that of ``gather(to=rank)``, else the first.
 
     Raises:
         DestinationExists: Something is there, and ``overwrite`` is false.
@@ -77,48 +89,83 @@ def save(
     kind, is_file = of_target(target, format)
     limit = parse_size(budget, "budget")
     most = parse_size(max_shard_size, "max_shard_size", least=1)
-    with Assets.gather(assets, config, target if not is_file else None, overwrite=overwrite) as extras:
+    how = _How(target, is_file, most, overwrite, limit)
+    if group is not None:
+        _save_over(state, how, kind, assets, config, world_for(group))
+        return
+    with Assets.gather(assets, config, None if is_file else target, overwrite=overwrite) as extras:
         if kind == "torch":
-            _save_torch(state, target, overwrite, limit)
+            _refuse_hollow(state)
+            save_torch(target, materialize(whole_leaves(state), budget=limit).to_dict(), overwrite=overwrite)
         else:
-            _save_safetensors(
-                state, target, extras, is_file=is_file, max_shard_size=most, overwrite=overwrite, budget=limit
-            )
+            _save_safetensors(state, how, extras)
 
 
-def _save_torch(state: Mapping[str, Any], path: Path, overwrite: bool, budget: int) -> None:
-    _refuse_hollow(state)
-    value = materialize(state, budget=budget)
-    save_torch(path, value.to_dict(), overwrite=overwrite)
+@frozen
+class _How:
+    """What ``save`` was told about the destination."""
+
+    path: Path
+    is_file: bool
+    max_shard_size: int
+    overwrite: bool
+    budget: int
+
+    def begin(self, specs: Mapping[str, TensorSpec], **given: Any) -> SafetensorsSink:
+        """Begin to write safetensors files."""
+        given["overwrite"] = self.overwrite
+        if self.is_file:
+            return SafetensorsSink.create(self.path, specs, **given)
+        return SafetensorsSink.create_folder(self.path, specs, max_shard_size=self.max_shard_size, **given)
 
 
 # -- safetensors -----------------------------------------------------------------------------------------
 
 
-def _save_safetensors(
-    state: Mapping[str, Any],
-    path: Path,
-    extras: Assets,
-    *,
-    is_file: bool,
-    max_shard_size: int | str,
-    overwrite: bool,
-    budget: int,
-) -> None:
+def _save_safetensors(state: Mapping[str, Any], how: _How, extras: Assets) -> None:
     specs, lazy = _storable(state)
-    owners = {alias: group[0] for group in ties(lazy) for alias in group[1:]}
+    owners = _owners(lazy)
     stored = {name: lazy[name] for name in specs if name not in owners}
-    stream = Stream(stored, budget)
+    stream = Stream(stored, how.budget)
     made = provenance(state, stream.others, stream.extents)
-    given: dict[str, Any] = {"metadata": made, "aliases": owners, "origins": stream.origins, "overwrite": overwrite}
     with collector_paused():
-        if is_file:
-            sink = SafetensorsSink.create(path, specs, **given)
-        else:
-            sink = SafetensorsSink.create_folder(path, specs, max_shard_size=max_shard_size, **given)
-    with sink, Progress(f"saving {path.name}", sum([specs[name].nbytes for name in stored])) as progress:
+        sink = how.begin(specs, metadata=made, aliases=owners, origins=stream.origins)
+    with sink, Progress(f"saving {how.path.name}", sum([specs[name].nbytes for name in stored])) as progress:
         stream.write(sink, progress)
         extras.place()
+
+
+def _owners(lazy: Mapping[str, Lazy]) -> dict[str, str]:
+    return {alias: group[0] for group in ties(lazy) for alias in group[1:]}
+
+
+def _save_over(state: Mapping[str, Any], how: _How, kind: str, assets: Any, config: Any, world: World) -> None:
+    """Save what lies over ranks: collective, one rank writes."""
+    writer = writer_of(state, world)
+    folder = None if how.is_file else how.path
+    extras = together(
+        world,
+        "save",
+        lambda: Assets.gather(assets, config, folder, overwrite=how.overwrite) if world.rank == writer else None,
+    )
+    with extras or nullcontext():
+        if kind == "torch":
+            whole = gather_leaves(state, world, target=one_rank(writer, "save"), budget=how.budget, verb="save")
+            together(
+                world,
+                "save",
+                lambda: save_torch(how.path, whole, overwrite=how.overwrite) if world.rank == writer else None,
+            )
+            return
+        specs, lazy = together(world, "save", lambda: _storable(state))
+        owners = _owners(lazy)
+        nodes = {name: lazy[name] for name in specs if name not in owners}
+
+        def begin(every: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> SafetensorsSink:
+            return how.begin(every, metadata=provenance(state, nodes.values(), []), aliases=aliases)
+
+        place = (lambda: None) if extras is None else extras.place
+        save_over(world, writer, specs, nodes, owners, begin, budget=how.budget, finish=place)
 
 
 def _storable(state: Mapping[str, Any]) -> tuple[dict[str, TensorSpec], Mapping[str, Lazy]]:

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.region import Region
 
-__all__ = ["Box", "Finder", "Pieces", "finder_of", "intersect", "subtract"]
+__all__ = ["Box", "Finder", "Grid", "Pieces", "finder_of", "intersect", "subtract"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Starts and sizes."""
@@ -122,6 +122,9 @@ class Pieces:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Pieces, (self.ndim, self.starts, self.sizes, self.ranks)  # hashes differ from process to process
+
     def __repr__(self) -> str:
         return f"Pieces.of({self.ndim}, {list(self)})"
 
@@ -185,12 +188,18 @@ def finder_of(pieces: Pieces) -> Finder:
     >>> finder_of(grid).find(((3,), (2,)))
     [1, 2]
     """
-    return _Grid.of(pieces) or _Sorted(pieces)
+    return Grid.of(pieces) or _Sorted(pieces)
 
 
 @frozen
-class _Grid:
-    """Pieces that are products of intervals which do not overlap."""
+class Grid:
+    """Pieces that are products of intervals which do not overlap.
+
+    Attributes:
+        starts: Where the intervals of each dim begin, ascending.
+        ends: Where they end.
+        cells: The piece at the product of some intervals, if there is one.
+    """
 
     starts: list[list[int]]
     ends: list[list[int]]
@@ -198,7 +207,8 @@ class _Grid:
     is_disjoint: bool = True
 
     @classmethod
-    def of(cls, pieces: Pieces) -> _Grid | None:
+    def of(cls, pieces: Pieces) -> Grid | None:
+        """Give the grid that pieces form, if they form one."""
         starts: list[list[int]] = []
         ends: list[list[int]] = []
         for dim in range(pieces.ndim):

@@ -1,7 +1,7 @@
-"""`Structure`: who sends which boxes to whom, for all tensors of one shape that lie and are wanted in the same way.
+"""`Structure`: who sends what to whom, for all tensors that lie and are wanted in the same way; and that of boxes.
 
 Planned once for any number of tensors, whose names are unknown here; in what order messages travel is ``program``'s
-business.
+business, and expressions are ``wiring``'s.
 """
 
 from __future__ import annotations
@@ -9,20 +9,30 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from attrs import define, field, frozen
 
 from fdsd.data.errors import SpecMismatch, listing, plural
 from fdsd.data.region import Region
 from fdsd.layout.pieces import Box, Finder, Pieces, finder_of, intersect, subtract
 
-__all__ = ["ALIGN", "LIMITS", "Limits", "Row", "Structure", "plan_structure"]
+__all__ = ["ALIGN", "LIMITS", "Boxes", "Limits", "Row", "Structure", "plan_structure", "wire_dtype"]
 
 ALIGN = 16
 """Items of a packed message begin at multiples of this many bytes, so that they can be viewed in any dtype."""
+
+
+def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """Choose the dtype in which elements travel: the narrower one; the sender casts, or the receiver.
+
+    >>> wire_dtype(torch.float32, torch.bfloat16), wire_dtype(torch.bfloat16, torch.float32)
+    (torch.bfloat16, torch.bfloat16)
+    """
+    return target if target.itemsize < source.itemsize else source
 
 
 @frozen
@@ -56,40 +66,41 @@ class Row(NamedTuple):
     is_small: bool
 
 
-@define(eq=False, slots=False, repr=False)
+@define(eq=False, slots=False, repr=False, kw_only=True)
 class Structure:
-    """The plan of one structure.
+    """Who sends what to whom, for all tensors of one structure.
 
     Attributes:
-        ndim: The number of dims.
-        itemsize: Bytes of one element on the way.
         limits: The sizes of messages.
         holders: The ranks that hold each piece.
-        starts: Where each overlap of a piece and a wanted box begins, one after the other.
-        sizes: The sizes of the overlaps.
-        piece: The piece of each overlap.
+        piece: The piece that each overlap is a part of.
         receives: For each rank the overlaps that others send it.
         keeps: For each rank the overlaps that it wants and holds itself.
     """
 
-    ndim: int
-    itemsize: int
     limits: Limits
     holders: tuple[tuple[int, ...], ...]
-    starts: array[int] = field(factory=lambda: array("q"))
-    sizes: array[int] = field(factory=lambda: array("q"))
     piece: array[int] = field(factory=lambda: array("q"))
     receives: dict[int, array[int]] = field(factory=dict)
     keeps: dict[int, array[int]] = field(factory=dict)
 
     def __repr__(self) -> str:
         sent = sum(map(len, self.receives.values()))
-        return f"<Structure of {plural(len(self.holders), 'piece')}, {plural(len(self.piece), 'overlap')}, {sent} sent>"
+        kind = type(self).__name__
+        return f"<{kind} of {plural(len(self.holders), 'piece')}, {plural(len(self.piece), 'overlap')}, {sent} sent>"
+
+    def nbytes(self, overlap: int) -> int:
+        """Give the bytes of an overlap on the way."""
+        raise NotImplementedError
+
+    def part_sizes(self, overlap: int) -> list[int]:
+        """Give the bytes of the parts of an overlap that is bigger than a message."""
+        raise NotImplementedError
 
     @cached_property
     def period(self) -> int:
         """After how many instances the senders are the same again."""
-        return math.lcm(*{len(ranks) for ranks in self.holders})
+        return math.lcm(*{len(ranks) for ranks, sends in zip(self.holders, self._sends, strict=True) if sends})
 
     @cached_property
     def most_small(self) -> int:
@@ -97,23 +108,6 @@ class Structure:
         small = self.limits.small
         sizes = [[self.nbytes(overlap) for overlap in overlaps] for overlaps in self.receives.values()]
         return max([sum([size for size in some if size < small]) for some in sizes], default=0)
-
-    def box(self, overlap: int) -> Box:
-        """Give an overlap's starts and sizes in the global tensor."""
-        at = overlap * self.ndim
-        return tuple(self.starts[at : at + self.ndim]), tuple(self.sizes[at : at + self.ndim])
-
-    def nbytes(self, overlap: int) -> int:
-        """Give the bytes of an overlap on the way."""
-        at = overlap * self.ndim
-        return math.prod(self.sizes[at : at + self.ndim]) * self.itemsize
-
-    def parts(self, overlap: int) -> list[Region]:
-        """Cut an overlap into the parts that travel by themselves."""
-        whole = Region.box(*self.box(overlap))
-        if self.nbytes(overlap) <= self.limits.bucket:
-            return [whole]
-        return [part for part, _ in whole.chunks(self.limits.bucket // self.itemsize)]
 
     def sender(self, overlap: int, instance: int, target: int) -> int:
         """Choose who sends an overlap: the holders take turns over instances and destinations.
@@ -180,22 +174,59 @@ class Structure:
 
     def _sizes(self, overlap: int) -> list[tuple[int, int]]:
         nbytes = self.nbytes(overlap)
-        if nbytes <= self.limits.bucket:
-            return [(0, nbytes)]
-        return [(i, part.numel * self.itemsize) for i, part in enumerate(self.parts(overlap))]
+        return [(0, nbytes)] if nbytes <= self.limits.bucket else list(enumerate(self.part_sizes(overlap)))
 
-    def _append(self, box: Box, piece: int) -> int:
+    def assign(self, ranks: Iterable[int], overlap: int) -> None:
+        """Have some ranks want an overlap: those that hold it keep it, the others receive it."""
+        holders = frozenset(self.holders[self.piece[overlap]])
+        for rank in ranks:
+            (self.keeps if rank in holders else self.receives).setdefault(rank, array("q")).append(overlap)
+
+
+@define(eq=False, slots=False, repr=False, kw_only=True)
+class Boxes(Structure):
+    """The structure of tensors of one shape that lie, and are wanted, as boxes.
+
+    Attributes:
+        ndim: The number of dims.
+        itemsize: Bytes of one element on the way.
+        starts: Where each overlap of a piece and a wanted box begins, one after the other.
+        sizes: The sizes of the overlaps.
+    """
+
+    ndim: int
+    itemsize: int
+    starts: array[int] = field(factory=lambda: array("q"))
+    sizes: array[int] = field(factory=lambda: array("q"))
+
+    def box(self, overlap: int) -> Box:
+        """Give an overlap's starts and sizes in the global tensor."""
+        at = overlap * self.ndim
+        return tuple(self.starts[at : at + self.ndim]), tuple(self.sizes[at : at + self.ndim])
+
+    def nbytes(self, overlap: int) -> int:
+        at = overlap * self.ndim
+        return math.prod(self.sizes[at : at + self.ndim]) * self.itemsize
+
+    def parts(self, overlap: int) -> list[Region]:
+        """Cut an overlap into the parts that travel by themselves."""
+        whole = Region.box(*self.box(overlap))
+        if self.nbytes(overlap) <= self.limits.bucket:
+            return [whole]
+        return [part for part, _ in whole.chunks(self.limits.bucket // self.itemsize)]
+
+    def part_sizes(self, overlap: int) -> list[int]:
+        return [part.numel * self.itemsize for part in self.parts(overlap)]
+
+    def append(self, box: Box, piece: int) -> int:
+        """Add an overlap, and give its number."""
         self.starts.extend(box[0])
         self.sizes.extend(box[1])
         self.piece.append(piece)
         return len(self.piece) - 1
 
-    def _assign(self, rank: int, overlap: int) -> None:
-        keeps = rank in self.holders[self.piece[overlap]]
-        (self.keeps if keeps else self.receives).setdefault(rank, array("q")).append(overlap)
 
-
-def plan_structure(sources: Pieces, wants: Pieces, *, itemsize: int, limits: Limits = LIMITS) -> Structure:
+def plan_structure(sources: Pieces, wants: Pieces, *, itemsize: int, limits: Limits = LIMITS) -> Boxes:
     """Plan who sends what to whom: a pure function, so that every rank makes the same plan.
 
     A rank that holds what it wants gets it from itself. Each other overlap of a wanted box and a piece travels once to
@@ -217,7 +248,7 @@ def plan_structure(sources: Pieces, wants: Pieces, *, itemsize: int, limits: Lim
     >>> plan.keeps[0].tolist()
     [0]
     """
-    plan = Structure(sources.ndim, itemsize, limits, sources.ranks)
+    plan = Boxes(ndim=sources.ndim, itemsize=itemsize, limits=limits, holders=sources.ranks)
     finder = finder_of(sources)
     holes: list[str] = []
     for box, ranks in wants:
@@ -230,21 +261,19 @@ def plan_structure(sources: Pieces, wants: Pieces, *, itemsize: int, limits: Lim
     return plan
 
 
-def _plan_disjoint(plan: Structure, sources: Pieces, finder: Finder, box: Box, ranks: tuple[int, ...]) -> int:
+def _plan_disjoint(plan: Boxes, sources: Pieces, finder: Finder, box: Box, ranks: tuple[int, ...]) -> int:
     """Find the overlaps of one box, the same for all ranks that want it; give the number of elements not found."""
     missing = math.prod(box[1])
     for piece in finder.find(box):
         shared = intersect(sources.box(piece), box)
         assert shared is not None
         missing -= math.prod(shared[1])
-        overlap = plan._append(shared, piece)  # pyright: ignore[reportPrivateUsage]  # its own planner
-        holders = frozenset(plan.holders[piece])
-        for rank in ranks:
-            (plan.keeps if rank in holders else plan.receives).setdefault(rank, array("q")).append(overlap)
+        overlap = plan.append(shared, piece)
+        plan.assign(ranks, overlap)
     return missing
 
 
-def _plan_overlapping(plan: Structure, sources: Pieces, finder: Finder, box: Box, ranks: tuple[int, ...]) -> int:
+def _plan_overlapping(plan: Boxes, sources: Pieces, finder: Finder, box: Box, ranks: tuple[int, ...]) -> int:
     """The same where pieces overlap each other: a rank takes what it holds itself, then the rest from others."""
     near = finder.find(box)
     known: dict[tuple[int, Box], int] = {}
@@ -261,8 +290,8 @@ def _plan_overlapping(plan: Structure, sources: Pieces, finder: Finder, box: Box
                 rest += subtract(one, shared)
                 key = piece, shared
                 if key not in known:
-                    known[key] = plan._append(shared, piece)  # pyright: ignore[reportPrivateUsage]  # its own planner
-                plan._assign(rank, known[key])  # pyright: ignore[reportPrivateUsage]
+                    known[key] = plan.append(shared, piece)
+                plan.assign((rank,), known[key])
             left = rest
         missing = max(missing, sum([math.prod(one[1]) for one in left]))
     return missing

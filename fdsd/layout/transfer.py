@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,18 +19,9 @@ from fdsd.data.spec import TensorSpec, dtype_name
 from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Pieces
 from fdsd.layout.program import Program, program_of
-from fdsd.layout.structure import LIMITS, Limits, Structure, plan_structure
+from fdsd.layout.structure import LIMITS, Boxes, Limits, Structure, plan_structure, wire_dtype
 
-__all__ = ["Move", "Traffic", "Transfers", "plan_transfers", "wire_dtype"]
-
-
-def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """Choose the dtype in which elements travel: the narrower one; the sender casts, or the receiver.
-
-    >>> wire_dtype(torch.float32, torch.bfloat16), wire_dtype(torch.bfloat16, torch.float32)
-    (torch.bfloat16, torch.bfloat16)
-    """
-    return target if target.itemsize < source.itemsize else source
+__all__ = ["Move", "Traffic", "Transfers", "plan_transfers", "traffic_of", "wire_dtype"]
 
 
 @frozen(cache_hash=True)
@@ -65,7 +56,7 @@ class Move:
         """The dtype in which elements travel."""
         return wire_dtype(self.spec.dtype, self.result.dtype)
 
-    def plan(self, limits: Limits) -> Structure:
+    def plan(self, limits: Limits) -> Boxes:
         """Plan the move.
 
         Raises:
@@ -102,6 +93,30 @@ class Traffic(NamedTuple):
     sent: dict[int, int]
 
 
+def traffic_of(structures: Sequence[Structure], kinds: Sequence[int]) -> Traffic:
+    """Count the bytes that each rank receives and sends, without padding.
+
+    Args:
+        structures: The plans.
+        kinds: The structure of each instance, in the order of instances.
+
+    >>> plan = plan_structure(Pieces.whole((2,), [0]), Pieces.whole((2,), [1]), itemsize=4)
+    >>> traffic_of([plan], [0, 0, 0])
+    Traffic(received={1: 24}, sent={0: 24})
+    """
+    received: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    turns = Counter([(kind, i % structures[kind].period) for i, kind in enumerate(kinds)])
+    for (kind, turn), num in turns.items():
+        structure = structures[kind]
+        for rank, overlaps in structure.receives.items():
+            for overlap in overlaps:
+                nbytes = structure.nbytes(overlap) * num
+                received[rank] += nbytes
+                sent[structure.sender(overlap, turn, rank)] += nbytes
+    return Traffic(dict(sorted(received.items())), dict(sorted(sent.items())))
+
+
 @frozen(eq=False, repr=False)
 class Transfers:
     """The plan of many tensors.
@@ -116,7 +131,7 @@ class Transfers:
 
     names: tuple[str, ...]
     moves: tuple[Move, ...]
-    structures: tuple[Structure, ...]
+    structures: tuple[Boxes, ...]
     kinds: array[int]
     limits: Limits = field(factory=Limits)
 
@@ -146,17 +161,7 @@ class Transfers:
         >>> plan_transfers({"a": move, "b": move}).traffic()
         Traffic(received={1: 32}, sent={0: 32})
         """
-        received: Counter[int] = Counter()
-        sent: Counter[int] = Counter()
-        turns = Counter([(kind, i % self.structures[kind].period) for i, kind in enumerate(self.kinds)])
-        for (kind, turn), num in turns.items():
-            structure = self.structures[kind]
-            for rank, overlaps in structure.receives.items():
-                for overlap in overlaps:
-                    nbytes = structure.nbytes(overlap) * num
-                    received[rank] += nbytes
-                    sent[structure.sender(overlap, turn, rank)] += nbytes
-        return Traffic(dict(sorted(received.items())), dict(sorted(sent.items())))
+        return traffic_of(self.structures, self.kinds)
 
     def __repr__(self) -> str:
         return f"<Transfers of {plural(len(self.names), 'tensor')} in {plural(len(self.structures), 'structure')}>"
@@ -191,7 +196,7 @@ def plan_transfers(moves: Mapping[str, Move], *, limits: Limits = LIMITS) -> Tra
     for name, move in moves.items():
         names.append(name)
         kinds.append(places.setdefault(move, len(places)))
-    structures: list[Structure] = []
+    structures: list[Boxes] = []
     problems: list[tuple[int, SpecMismatch | Unsupported]] = []
     for place, move in enumerate(places):
         try:

@@ -158,6 +158,8 @@ class _Lift:
             values = [column[name] for name in assign.sources]
             if assign.build is None:
                 made[assign.target] = values[0]
+            elif self.step.leafwise:
+                made[assign.target] = self._built(slot, applier, assign, values)
             elif all(self._is_scalar(n, v, scalar_at_0_dim) for n, v in zip(assign.sources, values, strict=True)):
                 made[assign.target] = self._scalar(slot, assign, values, given)
             elif self._like_parameters(slot, assign, values):

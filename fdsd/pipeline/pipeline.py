@@ -1,7 +1,7 @@
 """Pipelines: steps in order, as a value that runs, composes, inverts, compares and prints.
 
-A ``Pipeline`` gives the same kind of state that it takes; a ``Conversion`` turns one kind into another. What a
-pipeline can tell about itself (check, explain, why, coverage, plan) is worked out in the modules beside this one.
+A ``Pipeline`` gives the same kind of state that it takes; a ``Conversion`` turns one kind into another. What a pipeline
+can tell about itself (check, explain, why, coverage, locality, plan) is worked out in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from fdsd.pipeline.step import Grade, Step
 if TYPE_CHECKING:
     from fdsd.algebra.plan import Plan
     from fdsd.data.model import ModelSpec
+    from fdsd.layout.layout import Layout
     from fdsd.pipeline.check import Report
     from fdsd.pipeline.coverage import Coverage
     from fdsd.pipeline.explain import Explanation
+    from fdsd.pipeline.locality import Locality
     from fdsd.pipeline.why import Why
 
 __all__ = ["Conversion", "Pipeline", "State", "identity", "pipe"]
@@ -130,6 +132,29 @@ class _Steps:
         from fdsd.pipeline.coverage import coverage
 
         return coverage(self.steps, source)
+
+    def locality(
+        self,
+        layouts: Layout | Mapping[str, Any] | ModelSpec | TrainState,
+        source: Any = None,
+        *,
+        target: Layout | Mapping[str, Layout] | ModelSpec | None = None,
+    ) -> Locality:
+        """Prove that ranks need nothing of each other, or name the steps and the bytes that would travel.
+
+        Args:
+            layouts: How the source's tensors lie: a ``Layout``, a table or a ``ModelSpec``, as in ``shard_with``; or a
+                state of ``Sharded`` leaves, which is the source too. What it does not mention is whole on every rank.
+            source: The state to rewrite, or its specs; not needed where ``layouts`` has shapes.
+            target: How the results are wanted. By default as ``shard_with``, ``reshard`` and ``gather`` in the pipeline
+                say, else as the sources lie, dims following the operations.
+
+        Returns:
+            A report: ``.ok``, ``.moves``, ``.received``.
+        """
+        from fdsd.pipeline.locality import locality
+
+        return locality(self.steps, layouts, source, target)
 
     def plan(self, source: Any, budget: int | str | None = None) -> Plan:
         """Say what reading the whole result will do: reads, copies, calls, and the peak of scratch memory.

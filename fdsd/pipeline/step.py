@@ -42,6 +42,9 @@ class Step:
         verb: The public name of the function that makes it.
         computes: Why it cannot be lifted to an optimizer's moments; ``None`` for a structural step.
         checks_first: Whether its shapes can be checked on specs before it runs on tensors.
+        leafwise: Whether it treats every leaf by itself, whatever its shape: an optimizer's scalars, and slots of
+            other shapes than their parameters, are treated too.
+        gathers: Whether it makes tensors that lie over ranks whole on all of them.
     """
 
     __slots__ = ()
@@ -49,6 +52,8 @@ class Step:
     verb: ClassVar[str]
     computes: ClassVar[str | None] = None
     checks_first: ClassVar[bool] = True
+    leafwise: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
 
     @property
     def grade(self) -> Grade:

@@ -201,8 +201,9 @@ def _evaluated(text: str, functions: Mapping[str, Any]) -> Any:
     import re
 
     import fdsd
+    import fdsd.layout
 
-    names = {name: getattr(fdsd, name) for name in fdsd.__all__}
+    names = {name: getattr(home, name) for home in (fdsd.layout, fdsd) for name in home.__all__}
     try:
         return eval(text, {**functions, **names, "torch": torch, "re": re})
     except Exception as error:

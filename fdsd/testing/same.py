@@ -18,6 +18,7 @@ from fdsd.data.ties import ties
 from fdsd.data.train import TrainState
 from fdsd.data.values import is_dict, is_sequence, same_value
 from fdsd.engine.diffing import diff
+from fdsd.layout.sharded import Sharded
 
 __all__ = ["assert_same", "same_tensors", "tied_names"]
 
@@ -29,7 +30,7 @@ def assert_same(
 
     Args:
         actual: What came out: a tensor, a mapping of names to leaves, an ``OptimState`` or a ``TrainState``. Lazy
-            tensors are read.
+            tensors are read; sharded ones must have the same layout, and are compared as a whole.
         expected: What should have come out, of the same kind (any mapping will do for a state dict).
         order: Whether names must stand in the same order, those in parameter groups too.
         tied: Whether the same names must be tied. (Tensors without elements are not looked at.)
@@ -100,6 +101,8 @@ def _paths(state: Any, order: bool) -> Iterator[tuple[str, Any]]:
 def _same_leaf(a: Any, b: Any, nans_equal: bool) -> bool:
     if a is b:
         return True
+    if isinstance(a, Sharded) and isinstance(b, Sharded):
+        return a.layout == b.layout and _same_leaf(_whole(a), _whole(b), nans_equal)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return same_tensors(a, b, nans_equal=nans_equal)
     if is_sequence(a) and is_sequence(b):
@@ -108,6 +111,11 @@ def _same_leaf(a: Any, b: Any, nans_equal: bool) -> bool:
     if is_dict(a) and is_dict(b):
         return a.keys() == b.keys() and all(_same_leaf(value, b[key], nans_equal) for key, value in a.items())
     return same_value(a, b)
+
+
+def _whole(leaf: Sharded) -> Any:
+    whole = leaf.whole()
+    return evaluate([whole])[0] if isinstance(whole, Lazy) else whole
 
 
 def same_tensors(a: torch.Tensor, b: torch.Tensor, *, nans_equal: bool = False) -> bool:
@@ -160,6 +168,8 @@ def _only(state: Mapping[str, Any], names: set[str]) -> StateDict[Any]:
 def _text(leaf: Any) -> str:
     if isinstance(leaf, TensorSpec):
         return f"the spec {leaf}"
+    if isinstance(leaf, Sharded):
+        return str(leaf)
     spec = spec_of(leaf)
     return repr(leaf) if spec is None else f"a tensor {spec}"
 

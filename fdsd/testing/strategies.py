@@ -1,18 +1,21 @@
-"""Hypothesis strategies of states and pipelines; hypothesis is imported when they are called, not before."""
+"""Hypothesis strategies of states, layouts and pipelines; hypothesis is imported when they are called, not before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 from fdsd.data.errors import FdsdError
 from fdsd.data.statedict import StateDict
+from fdsd.data.values import is_mapping
+from fdsd.layout.layout import Layout
+from fdsd.layout.mesh import Mesh
 from fdsd.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["MissingExtra", "pipelines", "states"]
+__all__ = ["MissingExtra", "layouts", "pipelines", "states"]
 
 
 class MissingExtra(FdsdError, ImportError):
@@ -54,6 +57,39 @@ def states(spec: Mapping[str, Any] | None = None, *, unique: bool = True) -> Sea
     from fdsd.testing._states import random_states, states_of
 
     return random_states(unique) if spec is None else states_of(spec, unique)
+
+
+@overload
+def layouts(fits: Mapping[str, Any], *, mesh: Mesh | None = None) -> SearchStrategy[StateDict[Layout]]: ...
+@overload
+def layouts(fits: Iterable[int] | None = None, *, mesh: Mesh | None = None) -> SearchStrategy[Layout]: ...
+def layouts(
+    fits: Mapping[str, Any] | Iterable[int] | None = None, *, mesh: Mesh | None = None
+) -> SearchStrategy[Layout] | SearchStrategy[StateDict[Layout]]:
+    """A strategy of layouts: meshes of up to three axes with any ranks, uneven and empty shards, orders, fused parts.
+
+    Args:
+        fits: The shape that they fit; for a state or its specs, a layout for each tensor, and one for tied names.
+            Without it, they fit every tensor of three or more dims.
+        mesh: The mesh; by default a random one for each layout.
+
+    Raises:
+        MissingExtra: hypothesis is not installed.
+
+    >>> from hypothesis import given
+    >>> @given(layouts((5, 3)))
+    ... def test(layout):
+    ...     numels = [region.numel for rank in layout.mesh.ranks for region in layout.regions((5, 3), rank)]
+    ...     assert sum(numels) >= 15
+    >>> test()
+    """
+    _require_hypothesis("layouts")
+    from fdsd.testing._layouts import any_layouts, layouts_for, tables_for
+
+    if is_mapping(fits):
+        return tables_for(fits, mesh)
+    shape: Any = fits
+    return any_layouts(mesh) if shape is None else layouts_for(tuple(shape), mesh)
 
 
 def pipelines(

@@ -94,13 +94,15 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def local_tensor(tensor: torch.Tensor, sizes: Shape, rank: int, placements: Sequence[Placement]) -> torch.Tensor:
-    """Let ``distribute_tensor`` cut the local tensor of a rank."""
-    from torch.distributed.device_mesh import init_device_mesh
+def local_tensor(
+    tensor: torch.Tensor, sizes: Shape, rank: int, placements: Sequence[Placement], *, ranks: Shape | None = None
+) -> torch.Tensor:
+    """Let ``distribute_tensor`` cut the local tensor of a rank; ``ranks`` are those of the mesh, row by row."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
     with fake_ranks(rank, torch.Size(sizes).numel()):
-        mesh = init_device_mesh("cpu", sizes)
+        mesh = init_device_mesh("cpu", sizes) if ranks is None else DeviceMesh("cpu", torch.tensor(ranks).view(sizes))
         made: Any = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
         local: torch.Tensor = made.to_local()
         return local.clone()

@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import torch
 from hypothesis import strategies as st
 
-from fdsd.layout import Block, Layout, Mesh, Replicate, Shard
-from fdsd.layout.placement import Placement
+from fdsd.layout import Block, Layout, Shard
+from fdsd.testing._layouts import layouts_for as layouts
+from fdsd.testing._layouts import meshes
 
-AXES = ("dp", "tp", "ep")
+__all__ = ["by_hand", "from_blocks", "indices", "layouts", "meshes", "shapes", "states_of"]
+
 Shape = tuple[int, ...]
 
 
 def shapes(max_ndim: int = 3, max_size: int = 9) -> st.SearchStrategy[Shape]:
     return st.lists(st.integers(0, max_size), max_size=max_ndim).map(tuple)
-
-
-@st.composite
-def meshes(draw: st.DrawFn, max_axes: int = 3, max_size: int = 4) -> Mesh:
-    """Meshes of up to 24 ranks, which are any numbers in any order."""
-    sizes = draw(st.lists(st.integers(1, max_size), max_size=max_axes))
-    while torch.Size(sizes).numel() > 24:
-        sizes[sizes.index(max(sizes))] -= 1
-    num = torch.Size(sizes).numel()
-    ranks = draw(st.none() | st.permutations(range(num + 2)).map(lambda some: some[:num]))
-    return Mesh(list(zip(AXES, sizes, strict=False)), ranks)
-
-
-@st.composite
-def layouts(draw: st.DrawFn, shape: Shape, mesh: Mesh | None = None) -> Layout:
-    """Layouts of every kind that fit a shape: orders, negative dims, fused parts by number and by size."""
-    mesh = draw(meshes()) if mesh is None else mesh
-    order = draw(st.permutations(mesh.names))
-    placements: dict[str, Placement] = {}
-    seen: set[int] = set()
-    for name in order:
-        if not shape or draw(st.booleans()):
-            placements[name] = Replicate()
-            continue
-        dim = draw(st.integers(0, len(shape) - 1))
-        choices: list[st.SearchStrategy[object]] = [st.none(), st.integers(1, 3)]
-        if dim not in seen:  # later axes cut what differs from rank to rank
-            cuts = st.lists(st.integers(0, shape[dim]), max_size=2).map(sorted)
-            choices.append(cuts.map(lambda c, n=shape[dim]: [b - a for a, b in itertools.pairwise([0, *c, n])]))
-        seen.add(dim)
-        parts = draw(st.one_of(choices))
-        placements[name] = Shard(draw(st.sampled_from([dim, dim - len(shape)])), parts=parts)  # type: ignore[arg-type]
-    sharding = [name for name in order if isinstance(placements[name], Shard)]
-    return Layout(mesh, placements, order=sharding)
 
 
 def indices(shape: Shape) -> torch.Tensor:

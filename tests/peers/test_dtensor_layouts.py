@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdsd import local_shards, shard_with
 from fdsd.data.errors import Unsupported
 from fdsd.layout import Layout, Mesh, Shard
 from fdsd.layout import Replicate as OurReplicate
@@ -165,3 +167,34 @@ def test_what_fsdp_holds_over_tensor_parallelism(sizes: Shape, size: int) -> Non
 def test_partial_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"the placement of 'a' is Partial\(.*summands.*Redistribute"):
         Layout(Mesh({"a": 2}), [torchs.Partial()])
+
+
+@needs_local_cuts
+@pytest.mark.parametrize(
+    "sizes, ranks",
+    [((3,), (2, 0, 1)), ((2, 2), (3, 1, 0, 2)), ((2, 3), (5, 3, 1, 4, 2, 0)), ((2, 1, 2), (1, 3, 2, 0))],
+    ids=str,
+)
+def test_meshes_of_ranks_in_any_order(sizes: Shape, ranks: Shape) -> None:
+    """A DeviceMesh of permuted ranks: what each rank cuts is the shard that a ``Sharded`` gives for its number."""
+    tensor = torch.arange(5 * 7).reshape(5, 7)
+    mesh = Mesh(list(zip(NAMES, sizes, strict=False)), ranks)
+    options = [torchs.Replicate(), torchs.Shard(0), torchs.Shard(1)]
+    for placements in itertools.product(options, repeat=len(sizes)):
+        sharded = shard_with(Layout(mesh, placements))({"w": tensor})
+        for rank in ranks:
+            theirs = torchs.local_tensor(tensor, sizes, rank, placements, ranks=ranks)
+            assert torch.equal(local_shards(sharded, rank)["w"], theirs)
+
+
+@needs_local_cuts
+@given(plain_cases(), st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_the_shards_of_all_coordinates(case: tuple[Shape, Shape, list[Any]], rng: Random) -> None:
+    """Tensors without dims or elements, uneven, empty and replicated shards, axes of one rank: on a few ranks each."""
+    shape, sizes, placements = case
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    sharded = shard_with(Layout(mesh_of(sizes), placements))({"w": tensor})
+    for rank in rng.sample(range(torch.Size(sizes).numel()), min(3, torch.Size(sizes).numel())):
+        theirs = torchs.local_tensor(tensor, sizes, rank, placements)
+        assert torch.equal(local_shards(sharded, rank)["w"], theirs)

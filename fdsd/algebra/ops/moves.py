@@ -28,6 +28,7 @@ class Cast(Structural):
 
     dtype: torch.dtype
     rounds = True
+    pointwise = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         check_cast(inputs[0].dtype, self.dtype)
@@ -48,6 +49,7 @@ class Distinct(Structural):
     """The same elements as a tensor of its own, no longer tied to others; ``token`` tells such copies apart."""
 
     token: str
+    pointwise = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         return inputs[0]

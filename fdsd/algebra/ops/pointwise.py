@@ -26,6 +26,8 @@ class _Pointwise(Computing):
 
     __slots__ = ()
 
+    pointwise = True
+
     def needs(self, inputs: Sequence[TensorSpec], region: Region) -> Sequence[Region]:
         return [region] * len(inputs)
 

@@ -19,8 +19,10 @@ from fdsd.algebra.ops import (
     Concat,
     Distinct,
     IndexSelect,
+    Lerp,
     MergeDims,
     Permute,
+    Same,
     Select,
     Slice,
     SplitDim,
@@ -238,3 +240,36 @@ def spec_of_width_5() -> Lazy:
     lazy = defer_leaf(spec(1, 5))
     assert isinstance(lazy, Lazy)
     return lazy
+
+
+@pytest.mark.parametrize(
+    "op", [AddScalar(3), Average(), Lerp(0.25), Same(("a", "b"), "t"), Cast(torch.int8), Distinct("a")], ids=str
+)
+def test_what_says_it_is_pointwise_commutes_with_slicing(op: Op) -> None:
+    assert op.pointwise
+    inputs = [X, X] if isinstance(op, Average | Lerp | Same) else [X]
+    whole = apply(op, *inputs)
+    for dim, size in enumerate(X.shape):
+        for start in range(size):
+            part = apply(op, *[x.narrow(dim, start, 1) for x in inputs])
+            assert same_bytes(part, whole.narrow(dim, start, 1))
+
+
+def test_what_moves_elements_is_not_pointwise() -> None:
+    assert [op for op in STRUCTURAL if op.pointwise] == [Cast(torch.bfloat16), Distinct("a")]
+
+
+def test_once_for_all_leaves_that_are_tied() -> None:
+    applier, made = Applier(), list[object]()
+
+    def make() -> object:
+        made.append(object())
+        return made[-1]
+
+    other = X.clone()
+    first = applier.once("key", X, make)
+    assert applier.once("key", torch.nn.Parameter(X), make) is first
+    assert applier.once("other key", X, make) is not first
+    assert applier.once("key", other, make) is not first
+    assert applier.once("key", "no tensor", make) is not applier.once("key", "no tensor", make)
+    assert len(made) == 5

@@ -14,9 +14,9 @@ import torch
 
 from fdsd.algebra.apply import apply, defer_leaf
 from fdsd.algebra.evaluate import evaluate
-from fdsd.algebra.lazy import Lazy, LazyError
+from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops import AddScalar, Call, Cast, Permute
-from fdsd.data.errors import FdsdError
+from fdsd.data.errors import FdsdError, LazyError
 from tests.helpers.checks import spec
 from tests.helpers.functions import halves
 from tests.helpers.tensors import same_bytes

@@ -203,6 +203,7 @@ def test_the_public_names() -> None:
         "assert_laws",
         "assert_round_trip",
         "assert_same",
+        "layouts",
         "pipelines",
         "states",
     ]

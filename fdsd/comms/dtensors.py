@@ -1,0 +1,293 @@
+"""DTensors: how they lie over ranks, as sources of lazy tensors, and made of local tensors.
+
+Nothing is redistributed or gathered here, and no DTensor operation runs. torch's private names for DTensors are in
+this module alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+
+from fdsd.algebra.dtypes import copy_elements
+from fdsd.algebra.lazy import Lazy
+from fdsd.algebra.ops.leaves import Origin
+from fdsd.algebra.spans import view_of
+from fdsd.data.errors import FdsdError, SpecMismatch, Unsupported, listing
+from fdsd.data.protocols import Piece
+from fdsd.data.region import Region
+from fdsd.data.spec import TensorSpec, is_exact
+from fdsd.data.statedict import StateDict
+from fdsd.layout.layout import Layout
+from fdsd.layout.mesh import Mesh
+from fdsd.layout.pieces import Box, Pieces, finder_of
+from fdsd.layout.shard_source import ShardSource
+
+__all__ = ["DTensorSource", "layout_of_dtensor", "lazy_dtensor", "local_of_dtensor", "make_dtensor", "make_like"]
+
+_Key = tuple[tuple[Any, ...], tuple[type[Any], ...], tuple[int, ...]]
+
+
+@define(eq=False)
+class _Known:
+    """What is known of a DeviceMesh, for thousands of tensors over it."""
+
+    mesh: Mesh
+    layouts: dict[_Key, tuple[Layout, tuple[int, ...] | None]] = field(factory=dict)
+
+
+_KNOWN: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_MOST = 1 << 16  # layouts of one mesh that are remembered
+
+
+def layout_of_dtensor(tensor: Any) -> Layout:
+    """Say how a DTensor lies: over which ranks of the default process group, and cut in which order.
+
+    Args:
+        tensor: A DTensor. Of a mesh that is a part of a larger one, the ranks of this rank's part are meant.
+
+    Returns:
+        A layout whose axes have the names of the mesh, or ``dim0``, ``dim1``, ... if it has none.
+
+    Raises:
+        Unsupported: A placement is ``Partial``.
+        SpecMismatch: The local tensor has another shape than its placements say.
+
+    Law: the local tensor is the whole one at the layout's blocks of this rank.
+    """
+    spec = tensor._spec
+    placements: tuple[Any, ...] = spec.placements
+    known = _KNOWN.get(spec.mesh)
+    if known is None:
+        known = _KNOWN[spec.mesh] = _Known(_mesh_of(spec.mesh))
+    # the classes too, since versions of torch hold some strided shards and plain ones for equal
+    key: _Key = placements, tuple(map(type, placements)), tuple(tensor.shape)
+    found = known.layouts.get(key)
+    if found is None:
+        if len(known.layouts) >= _MOST:
+            known.layouts.clear()
+        found = known.layouts[key] = _read_layout(known.mesh, placements, key[2])
+    layout, local = found
+    held = tuple(tensor._local_tensor.shape)
+    if local is not None and held != local:
+        raise SpecMismatch(
+            f"A DTensor of shape {key[2]} with {layout} holds a local tensor of shape {held} on rank "
+            f"{dist.get_rank()}, and its placements {placements} say {local}. Make it with distribute_tensor(), or "
+            "with from_local() and the true shape and stride."
+        )
+    return layout
+
+
+def _read_layout(mesh: Mesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Layout, Any]:
+    layout = Layout(mesh, placements)
+    rank = dist.get_rank()
+    return layout, layout.local_shape(shape, rank) if rank in mesh else None
+
+
+def _mesh_of(mesh: Any) -> Mesh:
+    names = mesh.mesh_dim_names or [f"dim{axis}" for axis in range(mesh.ndim)]
+    return Mesh(list(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist())
+
+
+def local_of_dtensor(tensor: Any) -> torch.Tensor:
+    """Give the memory that this rank holds of a DTensor; writing into it changes the DTensor.
+
+    Args:
+        tensor: A DTensor.
+
+    Returns:
+        The local tensor itself, without gradient; collectives that were still filling it are waited for.
+
+    Raises:
+        Unsupported: The local tensor is of a class that fdsd does not know.
+    """
+    local: Any = tensor._local_tensor
+    if not is_exact(local):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        if not is_exact(local):
+            raise Unsupported(
+                f"The local tensor of a DTensor is of class {type(local).__module__}.{type(local).__qualname__}: fdsd "
+                "does not know how its elements are laid out. Convert it to a plain tensor first."
+            )
+    made: torch.Tensor = local.detach() if local.requires_grad else local
+    return made
+
+
+class DTensorSource:
+    """One DTensor as a source; a ``PlacedSource``. Regions that this rank holds can be read, others raise.
+
+    Args:
+        spec: The spec of the whole tensor.
+        layout: How it lies.
+        local: The local tensor of this rank.
+    """
+
+    fqn: ClassVar[str] = "tensor"
+
+    def __init__(self, spec: TensorSpec, layout: Layout, local: torch.Tensor) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._local = local
+        self._rank = dist.get_rank()
+        self._start: tuple[int, ...] | None = None  # of the one block that this rank holds
+        self._parted: ShardSource | None = None  # reads for ranks that hold several
+
+    @classmethod
+    def of(cls, tensor: Any) -> DTensorSource:
+        """Make a source of a DTensor.
+
+        Raises:
+            Unsupported, SpecMismatch: As for ``layout_of_dtensor`` and ``local_of_dtensor``.
+        """
+        layout = layout_of_dtensor(tensor)
+        return cls(TensorSpec(tuple(tensor.shape), tensor.dtype), layout, local_of_dtensor(tensor).detach())
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> DTensorSource:
+        """Give the same tensor over a copy of what is here."""
+        return DTensorSource(self._spec, self._layout, copy(self._local))
+
+    def specs(self) -> StateDict[TensorSpec]:
+        return StateDict({self.fqn: self._spec})
+
+    def pieces(self, fqn: str) -> Sequence[Piece]:
+        return [Piece(Region.box(*box), ranks[0]) for box, ranks in self._holders()]
+
+    def placement(self, fqn: str) -> Layout:
+        return self._layout
+
+    def local(self, fqn: str) -> torch.Tensor | None:
+        return self._local if self._rank in self._layout.mesh else None
+
+    def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
+        region.check_inside(self._spec.shape, "reading a DTensor")
+        if not region.numel:
+            return
+        if self._local.is_meta:
+            raise SpecMismatch(
+                f"A DTensor {self._spec} is on the meta device here and has no data. Materialize the module first "
+                "(to_empty, then load)."
+            )
+        if self._start is None and self._parted is None:
+            self._find_blocks()
+        if self._parted is not None:
+            self._parted.read(self._parted.fqn, region, out)
+            return
+        assert self._start is not None
+        here = Region(tuple([span.shift(-start) for span, start in zip(region.spans, self._start, strict=True)]))
+        if not here.inside(tuple(self._local.shape)):
+            raise FdsdError(f"A part of a DTensor {self._spec} is held by {self._elsewhere(region)}; give group=.")
+        with torch.no_grad():
+            copy_elements(view_of(self._local, here), out)
+
+    def _find_blocks(self) -> None:
+        blocks = self._layout.blocks(self._spec.shape, self._rank)
+        if len(blocks) > 1:
+            self._parted = ShardSource(self._spec, self._layout, {self._rank: self._local})
+        else:  # nothing is inside an empty local tensor, wherever it begins
+            self._start = blocks[0].starts if blocks else (0,) * self._spec.ndim
+
+    def _holders(self) -> Pieces:
+        return self._layout.holders(self._spec.shape)
+
+    def _elsewhere(self, region: Region) -> str:
+        """Name the ranks that hold what this one does not."""
+        holders = self._holders()
+        covering: Box = (
+            tuple([span.start for span in region.spans]),
+            tuple([span.extent + 1 for span in region.spans]),
+        )
+        found = {rank for i in finder_of(holders).find(covering) for rank in holders.ranks[i]} - {self._rank}
+        return f"rank {min(found)}" if len(found) == 1 else f"ranks {listing(found)}"
+
+
+def lazy_dtensor(tensor: Any) -> Lazy:
+    """Make a lazy tensor of a DTensor; it reads the local tensor when it is materialized.
+
+    Args:
+        tensor: A DTensor.
+
+    Raises:
+        Unsupported: A placement is ``Partial``, or the local tensor is of a class that fdsd does not know.
+        SpecMismatch: The local tensor has another shape than its placements say.
+    """
+    source = DTensorSource.of(tensor)
+    spec = source.specs()[source.fqn]
+    return Lazy(Origin(source, source.fqn, spec), (), [spec])
+
+
+def make_dtensor(
+    local: torch.Tensor,
+    mesh: Any = None,
+    placements: Sequence[Any] | None = None,
+    spec: TensorSpec | None = None,
+    *,
+    like: Any = None,
+) -> Any:
+    """Make a DTensor of a local tensor, which it shares; nothing is sent, checked elsewhere or moved.
+
+    Args:
+        local: The local tensor, on any device.
+        mesh: A ``DeviceMesh``.
+        placements: torch's placements, one for each axis of the mesh.
+        spec: Shape and dtype of the whole tensor; uneven and empty shards have no other way to tell it.
+        like: A DTensor that lies in the same way, in the place of these three.
+
+    Raises:
+        SpecMismatch: The local tensor has not the shape that its rank holds, or not the dtype of ``spec``.
+        Unsupported: A placement is ``Partial``, or there is neither ``like`` nor all of the others.
+    """
+    if like is not None:
+        return make_like(like, local)
+    if mesh is None or placements is None or spec is None:
+        raise Unsupported("make_dtensor: give mesh, placements and spec, or a DTensor with like=.")
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    if local.dtype != spec.dtype:
+        raise SpecMismatch(f"make_dtensor: the local tensor is of {local.dtype}, and the whole one {spec}.")
+    strides = torch.empty(spec.shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(spec.shape), strides, spec.dtype)
+    made = _wrap(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
+    layout_of_dtensor(made)  # for its errors
+    return made
+
+
+def make_like(like: Any, local: torch.Tensor) -> Any:
+    """Make a DTensor of another local tensor, which it shares, that lies like a given one; of any dtype and device.
+
+    Args:
+        like: A DTensor.
+        local: The local tensor.
+
+    Raises:
+        SpecMismatch: It has another shape than the local tensor of ``like``.
+
+    Law: ``layout_of_dtensor(make_like(x, y)) == layout_of_dtensor(x)``.
+    """
+    held = tuple(like._local_tensor.shape)
+    if tuple(local.shape) != held:
+        raise SpecMismatch(
+            f"make_like: the local tensor has shape {tuple(local.shape)}, and that of the DTensor which it shall lie "
+            f"like {held}."
+        )
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = dataclasses.replace(spec, tensor_meta=meta)
+    return _wrap(local, spec)
+
+
+def _wrap(local: torch.Tensor, spec: Any) -> Any:
+    """Make a DTensor as its own operations do: ``from_local`` would move the local tensor to the device of the mesh."""
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    return make(local.detach(), spec, requires_grad=False)

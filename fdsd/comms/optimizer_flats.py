@@ -1,0 +1,212 @@
+"""Optimizer state over FSDP1's flat parameters: per original parameter when read, flat again when written.
+
+Nothing is gathered. What a flat parameter is, and who holds what of it, ``fsdp1`` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fdsd.algebra.dtypes import copy_elements
+from fdsd.comms.live_optimizers import LiveOptimizer, LiveParam
+from fdsd.comms.optimizer_groups import same_option
+from fdsd.data.columns import Path, Slot, walk
+from fdsd.data.errors import Unsupported
+from fdsd.data.groups import ParamGroup
+from fdsd.data.optim import OptimState
+from fdsd.data.spec import TensorSpec, VirtualTensor, spec_of
+from fdsd.data.statedict import StateDict
+from fdsd.data.values import is_dict
+
+if TYPE_CHECKING:
+    from fdsd.comms.fsdp1 import Flat
+    from fdsd.comms.optimizer_values import Arrivals, Policy
+
+__all__ = ["flat_problems", "is_flat_slot", "joined_row", "place_in", "spread"]
+
+
+def spread(state: OptimState, live: LiveOptimizer) -> OptimState:
+    """Give each original parameter the state of its own: expressions over flat slots; scalars as they are.
+
+    Args:
+        state: The state by parameter objects, each under its first name.
+        live: The optimizer.
+
+    Raises:
+        Unsupported: A flat parameter has state that is neither like it nor a single value.
+    """
+    flats = {param.fqn: param for param in live.params if param.views}
+    if not flats:
+        return state
+    slots: dict[Slot, StateDict[Any]] = {}
+    for slot, column in state.slots.items():
+        made: dict[str, Any] = {}
+        for fqn, value in column.items():
+            made.update({fqn: value} if fqn not in flats else _spread(flats[fqn], slot, value))
+        slots[slot] = StateDict(made)
+    names = {param.fqn: param.fqns for param in live.params}
+    groups = [
+        ParamGroup([one for fqn in group.fqns for one in names[fqn]], group.options, named=group.named)
+        for group in state.groups
+    ]
+    return state.replace(slots=slots, groups=groups)
+
+
+def _spread(param: LiveParam, slot: Slot, value: Any) -> dict[str, Any]:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return dict.fromkeys(param.fqns, value)
+    flat = param.flat
+    like = (param.here(0),) if flat is None else tuple(flat.local().shape)
+    if tuple(value.shape) != like:
+        raise Unsupported(
+            f"{slot!r} of {param.fqns[0]!r} has the shape {tuple(value.shape)}; the state of a parameter that FSDP has "
+            f"flattened is single values, or like its shard of shape {like}. Use an optimizer that works element by "
+            "element."
+        )
+    if flat is None:
+        return {param.fqn: param.views[0].of_piece(value)}
+    whole: Any = flat.over(value) if flat.is_sharded else value.detach()
+    return {fqn: view.of(whole) for fqn, view in zip(param.fqns, param.views, strict=True)}
+
+
+def place_in(param: LiveParam, i: int, local: torch.Tensor) -> torch.Tensor:
+    """View what this rank holds of one parameter in a tensor laid out as the optimizer's own."""
+    flat = param.flat
+    if flat is None:
+        return local
+    view, size = param.views[i], flat.local().numel()
+    begin, _ = view.interval(flat.coordinate)
+    at = view.start + begin - (flat.coordinate * size if flat.is_sharded else 0)
+    count = param.here(i)
+    return local[at : at + count] if count else local[:0]
+
+
+def is_flat_slot(param: LiveParam, live: object, values: Sequence[Any]) -> bool:
+    """Tell whether a slot is like the flat parameter: it is now, or its values are no single ones."""
+    if isinstance(live, torch.Tensor):
+        return live.ndim > 0
+    return any((_shape(value) or ()) != () for value in values)
+
+
+def joined_row(
+    arrivals: Arrivals, policy: Policy, param: LiveParam, rows: Sequence[Any], live: object
+) -> dict[Any, Any] | None:
+    """Make the state of a flat parameter from those of the parameters in it, or of the piece that is here.
+
+    Args:
+        arrivals: Where values are made.
+        policy: How they are cast.
+        param: The parameter.
+        rows: For each parameter in it its state, ``None`` for none: then what is there stays, or is zero.
+        live: The state that it has.
+    """
+    if param.is_elsewhere or all(row is None for row in rows):
+        return None
+    if param.flat is None:
+        return arrivals.row(policy, rows[0], live)
+    made: dict[Any, Any] = {}
+    for path, values in _by_path(rows).items():
+        there = _at(live, path)
+        if is_flat_slot(param, there, list(values.values())):
+            value = _joined(arrivals, policy, param, path[-1], values, there)
+        else:
+            value = arrivals.value(policy, path[-1], next(iter(values.values())), there)
+        _put(made, path, value)
+    return made
+
+
+def _by_path(rows: Sequence[Any]) -> dict[Path, dict[int, Any]]:
+    """Sort the values of several parameters by their place in the state."""
+    found: dict[Path, dict[int, Any]] = {}
+    for i, row in enumerate(rows):
+        for path, value in walk(row) if row is not None else ():
+            if path:
+                found.setdefault(path, {})[i] = value
+    return found
+
+
+def _at(row: object, path: Path) -> Any:
+    for key in path:
+        row = row.get(key) if is_dict(row) else None
+    return row
+
+
+def _put(row: dict[Any, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        row = row.setdefault(key, {})
+    row[path[-1]] = value
+
+
+def _joined(
+    arrivals: Arrivals, policy: Policy, param: LiveParam, key: Any, values: Mapping[int, Any], live: object
+) -> torch.Tensor:
+    """Fill one flat slot: the live one, the memory that the values lie in already, or a fresh one."""
+    flat: Any = param.flat
+    first = next(iter(values.values()))
+    if isinstance(live, torch.Tensor) and (arrivals.dtype == "target" or live.dtype == first.dtype):
+        for i, value in values.items():
+            arrivals.fill(place_in(param, i, live), value.detach())
+        return live
+    dtype = policy.dtype_of(key, first.dtype)
+    base = _base_of(flat, values, param, dtype) if arrivals.adopt else None
+    if base is not None:
+        return base
+    made = torch.zeros(flat.local().shape, dtype=dtype, device=param.tensor.device)
+    if isinstance(live, torch.Tensor):
+        copy_elements(live.detach(), made)
+    for i, value in values.items():
+        copy_elements(value.detach(), place_in(param, i, made))
+    return made
+
+
+def _base_of(flat: Flat, values: Mapping[int, Any], param: LiveParam, dtype: torch.dtype) -> torch.Tensor | None:
+    """Find the flat tensor of which all values are the very places; it was made by ``slot_targets``."""
+    base = next((value._base for value in values.values() if value.numel()), None)
+    if base is None or base.shape != flat.local().shape or (base.dtype, base.device) != (dtype, param.tensor.device):
+        return None
+    fine = all(
+        value._base is base and value.storage_offset() == place_in(param, i, base).storage_offset()
+        for i, value in values.items()
+        if value.numel()
+    )
+    return base if fine else None
+
+
+def flat_problems(param: LiveParam, rows: Sequence[Any], live: object, *, values: bool) -> Iterator[tuple[str, str]]:
+    """Say what is wrong with the state of parameters that FSDP1 has flattened, by name.
+
+    Args:
+        param: The parameter.
+        rows: For each parameter in it its state.
+        live: The state that it has.
+        values: Whether tensors are here as they will be written, or may be wholes that are delivered later.
+    """
+    for path, found in _by_path(rows).items():
+        slot = ".".join(map(str, path))
+        is_flat = is_flat_slot(param, _at(live, path), list(found.values()))
+        single: dict[int, Any] = {}
+        for i, value in found.items():
+            shape = _shape(value)
+            fqn, view = param.fqns[i], param.views[i]
+            if shape is None or (shape == () and not is_flat):
+                single[i] = value
+                if is_flat:
+                    yield fqn, f"{slot!r} of {fqn!r} is no tensor, and FSDP's flat parameter has a tensor"
+            elif shape != (param.here(i),) and (values or shape != view.shape):
+                told = f"{slot!r} of {fqn!r} has the shape {shape} and should be this rank's piece, of {param.here(i)} "
+                yield fqn, told + f"elements, of the flattened shape {view.shape} (restore with group=)"
+        ours = [(i, value) for i, value in single.items() if not isinstance(value, VirtualTensor | TensorSpec)]
+        for i, value in ours[1:]:
+            if not same_option(ours[0][1], value):
+                a, b = param.fqns[ours[0][0]], param.fqns[i]
+                told = f"{slot!r} is {ours[0][1]!r} for {a!r} and {value!r} for {b!r}"
+                yield b, f"{told}, which are one parameter to FSDP"
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, torch.Tensor | VirtualTensor):
+        value = spec_of(value)
+    return value.shape if isinstance(value, TensorSpec) else None

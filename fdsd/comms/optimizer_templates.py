@@ -1,0 +1,131 @@
+"""The state that optimizers would have after they have made it and before they have used it, without a step.
+
+Throw-away twins are stepped, one for each kind of parameter (``optimizer_probe``); live optimizers never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch.optim import Optimizer
+
+from fdsd.comms.live import Modules
+from fdsd.comms.live_optimizers import LiveGroup, LiveOptimizer, LiveParam, live_optimizers
+from fdsd.comms.optimizer_flats import spread
+from fdsd.comms.optimizer_probe import first_row, fresh_copy
+from fdsd.comms.optimizers import columns_of, merged, raw_state, state_of
+from fdsd.data.errors import Unsupported
+from fdsd.data.optim import OptimState
+
+__all__ = ["Templates", "read_or_template", "template_of"]
+
+
+def template_of(modules: Modules, optimizers: Optimizer | Iterable[Optimizer]) -> OptimState:
+    """Tell what the state would be once a first step has made it, with the values that it starts from.
+
+    Counters are 0, moments zeros (or what else the class fills them with), for each parameter that trains. Frozen
+    parameters have no state, neither have those of which this rank holds nothing (FSDP1). Of a parameter of a
+    DTensor kind the optimizer's own step runs on DTensors of zeros; if that communicates, so does this.
+
+    Args:
+        modules: The model, or its parts.
+        optimizers: One optimizer or several. Not touched: no step, no gradients, no hooks, no random numbers.
+
+    Returns:
+        The state with the live groups. Its tensors are fresh, and zeros that need memory.
+
+    Raises:
+        Unsupported: A class cannot be stepped on zeros without a closure: LBFGS for one.
+
+    Law: an optimizer into which this is loaded trains as if nothing had been loaded. SGD with dampening is the
+    exception: no buffer is like none, so the template's zeros are there to be loaded into.
+
+    >>> from fdsd.comms.modules import read_modules
+    >>> model = torch.nn.Linear(2, 1)
+    >>> nadam = torch.optim.NAdam(model.parameters())
+    >>> state = template_of(read_modules(model), nadam)
+    >>> {slot: column["bias"].tolist() for slot, column in state.slots.items()}
+    {'step': 0.0, 'mu_product': 1.0, 'exp_avg': [0.0], 'exp_avg_sq': [0.0]}
+    >>> dict(nadam.state)
+    {}
+    """
+    return merged([_template(live, modules) for live in live_optimizers(modules, optimizers)])
+
+
+def read_or_template(modules: Modules, optimizers: Optimizer | Iterable[Optimizer]) -> OptimState:
+    """Read the state of optimizers, and of those that have none their template.
+
+    Args:
+        modules: The model, or its parts.
+        optimizers: One optimizer or several. Each is judged by itself; a partial state stays partial.
+
+    Raises:
+        Unsupported: A fresh one has no template.
+
+    >>> from fdsd.comms.modules import read_modules
+    >>> model = torch.nn.Linear(2, 1)
+    >>> read_or_template(read_modules(model), torch.optim.Adam(model.parameters())).slots["step"]["bias"]
+    tensor(0.)
+    """
+    return merged(
+        [
+            _template(live, modules) if live.is_fresh else state_of(live, modules)
+            for live in live_optimizers(modules, optimizers)
+        ]
+    )
+
+
+def _template(live: LiveOptimizer, modules: Modules) -> OptimState:
+    templates = Templates()
+    rows = [
+        (param, row)
+        for group in live.groups
+        for param in group.params
+        if (row := templates.row(live, group, param)) is not None
+    ]
+    # groups, and what a state_dict of the optimizer's own adds, are read
+    return spread(raw_state(live, modules).replace(slots=columns_of(rows)), live)
+
+
+@frozen
+class Templates:
+    """First states of parameters: each kind of parameter is probed once."""
+
+    _rows: dict[Hashable, dict[Any, Any] | str] = field(factory=dict, init=False, repr=False)
+
+    def row(self, live: LiveOptimizer, group: LiveGroup, param: LiveParam) -> dict[Any, Any] | None:
+        """Give the first state of a parameter in tensors of its own; ``None`` if it will have none.
+
+        Raises:
+            Unsupported: The optimizer cannot be stepped on zeros.
+        """
+        if not param.tensor.requires_grad or param.is_elsewhere:
+            return None
+        return fresh_copy(self.peek(live, group, param)) or None
+
+    def peek(self, live: LiveOptimizer, group: LiveGroup, param: LiveParam) -> dict[Any, Any]:
+        """Give the state that a parameter has if it trains, in tensors that all of one kind share, to look at.
+
+        Raises:
+            Unsupported: The optimizer cannot be stepped on zeros.
+        """
+        key = (id(live.optimizer), id(group.options), *_kind(param.tensor))
+        found = self._rows.get(key)
+        if found is None:
+            options = {name: value for name, value in group.options.items() if name != "params"}
+            try:
+                found = first_row(live.optimizer, options, param.tensor)
+            except Unsupported as error:
+                found = str(error)
+            self._rows[key] = found
+        if isinstance(found, str):
+            raise Unsupported(found)
+        return found
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    mesh, placements = (getattr(tensor, name, None) for name in ("device_mesh", "placements"))  # of a DTensor
+    return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, mesh, placements

@@ -1,0 +1,111 @@
+"""The kinds of tensors that state dicts of live modules hold, and what of each lies in this process.
+
+The one place that tells DTensor and ShardedTensor from plain tensors, and that makes new ones like given ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from fdsd.comms.dtensors import local_of_dtensor, make_like
+
+__all__ = ["is_dtensor", "is_sharded_tensor", "kind_of", "misfit", "parts_of", "with_parts"]
+
+
+def is_dtensor(value: object) -> bool:
+    """Tell whether a value is a DTensor.
+
+    >>> is_dtensor(torch.ones(2))
+    False
+    """
+    return isinstance(value, DTensor)
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Tell whether a value is a ShardedTensor, as FSDP1 gives it.
+
+    >>> is_sharded_tensor(torch.ones(2))
+    False
+    """
+    return isinstance(value, ShardedTensor)
+
+
+def parts_of(tensor: Any) -> list[torch.Tensor]:
+    """Give the plain tensors of this process that a tensor consists of.
+
+    Args:
+        tensor: A DTensor (its local tensor), a ShardedTensor (its local shards, perhaps none), or any other tensor.
+
+    >>> parts_of(torch.ones(2))
+    [tensor([1., 1.])]
+    """
+    if isinstance(tensor, DTensor):
+        return [local_of_dtensor(tensor)]
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
+def with_parts(like: Any, parts: Sequence[torch.Tensor]) -> Any:
+    """Make a tensor of other parts, of the class and layout of a given one.
+
+    Args:
+        like: A DTensor, a ShardedTensor, or any other tensor.
+        parts: As many as it has, of the same shapes.
+
+    >>> with_parts(torch.ones(2), [torch.zeros(2)])
+    tensor([0., 0.])
+    """
+    if isinstance(like, DTensor):
+        return make_like(like, parts[0])
+    return _sharded_like(like, parts) if isinstance(like, ShardedTensor) else parts[0]
+
+
+def _sharded_like(like: ShardedTensor, parts: Sequence[torch.Tensor]) -> ShardedTensor:
+    metadata = copy.deepcopy(like.metadata())
+    device = parts[0].device
+    for shard in metadata.shards_metadata:  # a shard that says another device than its tensor's is refused
+        shard.placement._device = device  # type: ignore[union-attr]
+    shards: list[Shard] = []
+    for shard, part in zip(like.local_shards(), parts, strict=True):
+        own = copy.deepcopy(shard.metadata)
+        own.placement._device = device  # type: ignore[union-attr]
+        shards.append(Shard(part, own))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=metadata, process_group=like._process_group, init_rrefs=like._init_rrefs
+    )
+
+
+def kind_of(tensor: Any) -> type[torch.Tensor]:
+    """Give the class that matters here: DTensor, ShardedTensor, or Tensor for all others.
+
+    >>> kind_of(torch.nn.Parameter(torch.ones(2)))
+    <class 'torch.Tensor'>
+    """
+    return next((kind for kind in (DTensor, ShardedTensor) if isinstance(tensor, kind)), torch.Tensor)
+
+
+def misfit(source: Any, target: Any) -> str | None:
+    """Say why the parts of one tensor cannot be copied to those of another, one by one; ``None`` if they can.
+
+    >>> misfit(torch.ones(5, 1), torch.ones(5, 4))
+    'it has the shape (5, 1) against (5, 4)'
+    """
+    kind = kind_of(source)
+    if kind is not kind_of(target):
+        return f"it is a {kind.__name__} against a {kind_of(target).__name__}"
+    if source.shape != target.shape:
+        return f"it has the shape {tuple(source.shape)} against {tuple(target.shape)}"
+    ours, theirs = parts_of(source), parts_of(target)
+    if kind is DTensor:
+        same_mesh = torch.equal(source.device_mesh.mesh, target.device_mesh.mesh)
+        if not same_mesh or source.placements != target.placements:
+            return f"it lies as {source.placements} against {target.placements}, or over other ranks"
+    shapes = [[tuple(part.shape) for part in parts] for parts in (ours, theirs)]
+    return None if shapes[0] == shapes[1] else f"the local parts have the shapes {shapes[0]} against {shapes[1]}"

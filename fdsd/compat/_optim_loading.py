@@ -1,0 +1,231 @@
+"""The whole way of a state dict into optimizers: by name, compared, agreed on by all ranks, written.
+
+Where values lie in live optimizers, and how they are put there, ``comms`` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch.optim import Optimizer
+
+from fdsd.algebra.apply import defer_leaf
+from fdsd.algebra.lazy import Lazy
+from fdsd.comms.alone import this_rank
+from fdsd.comms.live import Modules
+from fdsd.comms.modules import is_dtensor
+from fdsd.comms.optimizer_checks import Require
+from fdsd.comms.optimizer_probe import fresh_copy
+from fdsd.comms.optimizer_targets import SlotTarget, slot_targets
+from fdsd.comms.optimizer_writing import check_write, write_optimizers
+from fdsd.compat._copying import Pair, copy_pairs, prepared
+from fdsd.compat._errors import LoadError
+from fdsd.compat._group import placements_in, world_of_load
+from fdsd.compat._optim import as_state, is_by_id, own_methods, without_unused
+from fdsd.compat._options import StateDictOptions
+from fdsd.compat._rank0 import RankZero, announced, outline_of_tree
+from fdsd.compat._verdict import Findings, agreed
+from fdsd.data.columns import Slot, as_path
+from fdsd.data.optim import OptimState
+from fdsd.data.protocols import World
+from fdsd.data.spec import TensorSpec, is_exact
+from fdsd.engine.delivery import plan_delivery
+from fdsd.engine.request import Request
+from fdsd.layout.wants import local_shape_of
+
+__all__ = ["OptimLoading"]
+
+Place = tuple[Slot, str]
+
+
+def _name(place: Place) -> str:
+    slot, fqn = place
+    return "/".join([fqn, *map(str, as_path(slot))])
+
+
+@define(eq=False)
+class _Plan:
+    """What has to be done with each value: taken from this process, or asked for."""
+
+    targets: Mapping[Place, SlotTarget]
+    here: dict[Place, torch.Tensor] = field(factory=dict)
+    nodes: dict[Place, Lazy | None] = field(factory=dict)
+
+    @classmethod
+    def of(cls, state: OptimState, targets: Mapping[Place, SlotTarget], from_zero: RankZero | None) -> _Plan:
+        plan = cls(targets)
+        for place, target in targets.items():
+            value: Any = state.slots[place[0]][place[1]]
+            if from_zero is not None:
+                plan.nodes[place] = target.flatten(from_zero.node(_name(place))) if this_rank() == 0 else None
+            elif (local := _local_part(value, target)) is not None:
+                plan.here[place] = local
+            else:
+                plan.nodes[place] = target.flatten(defer_leaf(value, _name(place)))
+        return plan
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether values come from other ranks."""
+        return any(node is None or placements_in(node) for node in self.nodes.values())
+
+    def carried_out(self, world: World | None) -> dict[Place, torch.Tensor]:
+        """Bring all values to where they are wanted, and give them as ``write_optimizers`` takes them."""
+        outs = {place: self._memory(place) for place in (*self.here, *self.nodes)}
+        pairs: list[Pair] = []
+        for place, local in self.here.items():
+            out = outs[place]
+            assert out is not None  # each rank has a local tensor of what it gave one of
+            pairs.append((local, out))
+        pairs = prepared(pairs, [out for place in self.nodes if (out := outs[place]) is not None])
+        requests = {
+            _name(place): Request(node, self.targets[place].placement, False, outs[place], self.targets[place].spec.dtype)
+            for place, node in self.nodes.items()
+        }
+        made = dict(plan_delivery(requests, world, rank=this_rank()).run()) if requests or world is not None else {}
+        copy_pairs(pairs)
+        found: dict[Place, torch.Tensor] = {}
+        for place, out in outs.items():
+            local = made.get(_name(place), out)
+            if local is not None:
+                found[place] = self.targets[place].finished(local)
+        return found
+
+    def _memory(self, place: Place) -> torch.Tensor | None:
+        """Give the memory for a value: that of the optimizer, or fresh one."""
+        target = self.targets[place]
+        if target.memory is not None:
+            return target.memory
+        shape = target.spec.shape if not target.is_flat else (target.spec.numel,)
+        local = local_shape_of(target.placement, shape, this_rank())
+        if local is None:
+            return None
+        return torch.empty(local, dtype=target.spec.dtype, device=target.device)
+
+
+def _local_part(value: Any, target: SlotTarget) -> torch.Tensor | None:
+    """Give what is here of a value that lies as it is wanted."""
+    if target.placement is None:
+        return value.detach() if is_exact(value) else None
+    if is_dtensor(value) and not target.is_flat:
+        from fdsd.comms.dtensors import layout_of_dtensor, local_of_dtensor
+
+        if layout_of_dtensor(value) == target.placement:
+            return local_of_dtensor(value)
+    return None
+
+
+@define(eq=False)
+class OptimLoading:
+    """A state dict on its way into optimizers: all has been checked, on all ranks, and nothing has been written."""
+
+    modules: Modules
+    optimizers: Sequence[Optimizer]
+    options: StateDictOptions
+    world: World | None
+    state: OptimState | None
+    plan: _Plan | None
+
+    @classmethod
+    def prepared(
+        cls, modules: Modules, optimizers: Sequence[Optimizer], osd: Any, options: StateDictOptions
+    ) -> OptimLoading:
+        """Compare a state dict with optimizers. Collective, if the model lies over ranks or rank 0 gives for all.
+
+        Args:
+            modules: The model.
+            optimizers: The optimizers.
+            osd: Nested by name or id, or flat.
+            options: How strict, how whole, and from whom.
+
+        Raises:
+            LoadError: It does not fit.
+        """
+        world = world_of_load(modules, options)
+        mine, state, plan = Findings(), None, None
+        if options.broadcast_from_rank0 and world is not None:
+            osd = announced(osd, world, outline_of_tree, None)
+        try:
+            if not osd:
+                mine = _nothing(osd, options)
+            else:
+                with own_methods(optimizers):
+                    state = without_unused(as_state(osd, modules, optimizers, options))
+                    plan, mine = _planned(state, modules, optimizers, options, world, by_id=is_by_id(osd))
+        except Exception as error:  # the other ranks have to hear of it
+            mine.fault = error
+        verdict = agreed(mine, world)
+        if verdict.is_empty:
+            return cls(modules, optimizers, options, world, None, None)
+        if verdict.errors:
+            raise LoadError("\n".join(verdict.errors))
+        return cls(modules, optimizers, options, world if verdict.is_collective else None, state, plan)
+
+    def write(self) -> None:
+        """Write it. Collective, if values come from other ranks."""
+        if self.state is None or self.plan is None:
+            return
+        made = self.plan.carried_out(self.world)
+        slots = {
+            slot: {
+                fqn: made[slot, fqn] if (slot, fqn) in made else fresh_copy(value)
+                for fqn, value in column.items()
+                if (slot, fqn) in made or not isinstance(value, TensorSpec)
+            }
+            for slot, column in self.state.slots.items()
+        }
+        with own_methods(self.optimizers):
+            write_optimizers(
+                evolve(self.state, slots=slots),
+                self.modules,
+                self.optimizers,
+                require="nothing",  # what is required was checked
+                allow_unexpected=True,
+                adopt=True,
+                dtype="source",
+            )
+
+
+def _nothing(osd: Any, options: StateDictOptions) -> Findings:
+    if not (options.cpu_offload and options.full_state_dict):
+        raise LoadError(
+            "The option indicates that model state_dict is required to save, or load but optim state_dict is empty. "
+            f"{osd}"
+        )
+    return Findings(
+        errors=[
+            f"The optimizer state dict is empty on rank {this_rank()}, and not on all. broadcast_from_rank0=True loads what "
+            "rank 0 has."
+        ],
+        is_empty=True,
+    )
+
+
+def _planned(
+    state: OptimState,
+    modules: Modules,
+    optimizers: Sequence[Optimizer],
+    options: StateDictOptions,
+    world: World | None,
+    *,
+    by_id: bool,
+) -> tuple[_Plan, Findings]:
+    require: Require = "nothing" if not options.strict else "listed" if by_id else "state"
+    problems = check_write(state, modules, optimizers, require=require, allow_unexpected=True)
+    targets = slot_targets(modules, optimizers, state)
+    errors = [problem.message for problem in problems]
+    if not options.full_state_dict:
+        errors += [
+            f"The optimizer state {slot!r} of {fqn!r} is a whole tensor, and the parameter is sharded. Whole tensors are "
+            "loaded with StateDictOptions(full_state_dict=True)."
+            for (slot, fqn), target in targets.items()
+            if target.placement is not None and is_exact(state.slots[slot][fqn])
+        ]
+    from_zero = None
+    if options.broadcast_from_rank0 and world is not None:
+        from_zero = RankZero({_name((slot, fqn)): state.slots[slot][fqn] for slot, fqn in targets})
+    plan = _Plan.of(state, targets, from_zero)
+    return plan, Findings(errors=errors, is_collective=plan.is_collective)

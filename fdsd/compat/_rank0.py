@@ -1,0 +1,148 @@
+"""A state dict that only rank 0 has: its tensors as a source that lies there, and what the other ranks know of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fdsd.algebra.dtypes import copy_elements
+from fdsd.algebra.lazy import Lazy
+from fdsd.algebra.ops.leaves import Origin
+from fdsd.algebra.spans import view_of
+from fdsd.compat._errors import LoadError
+from fdsd.compat._nested import Path, mapped, named
+from fdsd.data.errors import FdsdError, listing
+from fdsd.data.protocols import Piece, World
+from fdsd.data.region import Region
+from fdsd.data.spec import TensorSpec, is_exact, spec_of
+from fdsd.data.statedict import StateDict
+from fdsd.layout.layout import Layout
+from fdsd.layout.mesh import Mesh
+from fdsd.layout.placement import Replicate
+
+__all__ = ["RankZero", "announced", "outline_of_model", "outline_of_tree"]
+
+_THERE = Layout(Mesh({"rank": 1}, [0]), [Replicate()])
+
+
+class RankZero:
+    """Tensors that lie on rank 0.
+
+    Args:
+        tensors: On rank 0 the tensors, on others their specs.
+
+    >>> RankZero({"a": torch.ones(2)}).node("a")
+    Lazy(Origin, float32[2])
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = {name: leaf.detach() if is_exact(leaf) else leaf for name, leaf in tensors.items()}
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._tensors
+
+    def node(self, fqn: str) -> Lazy:
+        """Give a tensor as an expression."""
+        spec = spec_of(self._tensors[fqn])
+        assert spec is not None
+        return Lazy(Origin(self, fqn, spec), (), [spec])
+
+    def specs(self) -> StateDict[TensorSpec]:
+        """Give the spec of each tensor."""
+        return StateDict({name: TensorSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in self._tensors.items()})
+
+    def pieces(self, fqn: str) -> Sequence[Piece]:
+        """Give the whole tensor as one piece of rank 0."""
+        return [Piece(Region.whole(tuple(self._tensors[fqn].shape)), 0)]
+
+    def placement(self, fqn: str) -> Layout:
+        """Say that rank 0 has all of it."""
+        return _THERE
+
+    def local(self, fqn: str) -> torch.Tensor | None:
+        """Give the tensor on rank 0, and nothing elsewhere."""
+        leaf = self._tensors[fqn]
+        return leaf if is_exact(leaf) else None
+
+    def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
+        """Copy a region, on rank 0.
+
+        Raises:
+            FdsdError: This is another rank.
+        """
+        local = self.local(fqn)
+        if local is None:
+            raise FdsdError(f"{fqn!r} is held by rank 0; give group=.")
+        copy_elements(view_of(local, region), out)
+
+
+Outline = Callable[[Any], tuple[Any, list[str]]]
+"""Gives what other ranks are told of a state dict, with specs for tensors, and the names of tensors that are not whole."""
+
+
+def announced(state: Any, world: World, outline: Outline, fault: BaseException | None) -> Any:
+    """Tell all ranks what rank 0 has. Collective.
+
+    Args:
+        state: The state dict of this rank; only that of rank 0 counts.
+        world: All ranks.
+        outline: What to tell.
+        fault: What went wrong on this rank before.
+
+    Returns:
+        On rank 0 its own state dict; on others the outline.
+
+    Raises:
+        LoadError: Rank 0 has a fault, or tensors that lie over ranks.
+    """
+    said = _statement(state, outline, fault) if world.rank == 0 else None
+    heard: Any = world.agree(said)[world.ranks.index(0)]
+    if isinstance(heard, str):
+        if fault is not None and world.rank == 0:
+            raise fault
+        raise LoadError(f"Rank 0 could not take part: {heard}. Nothing has been written on any rank.")
+    pickled, sharded = heard
+    if sharded:
+        raise LoadError(
+            f"broadcast_from_rank0: rank 0 gives whole tensors, and these lie over ranks: {listing(sharded)}. Gather "
+            "them first, or load with full_state_dict=False."
+        )
+    return state if world.rank == 0 else pickle.loads(pickled)  # by another rank of this very program
+
+
+def _statement(state: Any, outline: Outline, fault: BaseException | None) -> Any:
+    if fault is not None:
+        return f"{type(fault).__name__}: {fault}"
+    told, sharded = outline(state)
+    try:
+        return pickle.dumps(told), sharded
+    except Exception as error:  # whatever an object of the user's raises
+        return f"an entry that is no tensor cannot be sent to other ranks: {error}"
+
+
+def outline_of_model(state: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Give the outline of a model's state dict: specs of its tensors; extra states as they are."""
+    made = OrderedDict([(name, _spec(value) if is_exact(value) else value) for name, value in state.items()])
+    if (metadata := getattr(state, "_metadata", None)) is not None:
+        made._metadata = metadata  # type: ignore[attr-defined]  # torch's own convention
+    return made, [name for name, value in made.items() if isinstance(value, torch.Tensor)]
+
+
+def outline_of_tree(state: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Give the outline of a nested state dict."""
+    sharded: list[str] = []
+
+    def told(path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not is_exact(leaf):
+            sharded.append(named(path))
+        return _spec(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return mapped(state, told), sharded
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)

@@ -1,0 +1,143 @@
+"""From tensors that lie over ranks to whole ones, on the ranks that want them. Nested state dicts are unknown here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from fdsd.algebra.apply import defer_leaf
+from fdsd.algebra.lazy import Lazy
+from fdsd.comms.alone import this_rank
+from fdsd.compat._cpu_memory import Once
+from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of
+from fdsd.compat._worlds import world_over
+from fdsd.data.errors import FdsdError, add_note
+from fdsd.data.ties import tie_key
+from fdsd.engine.delivery import plan_delivery
+from fdsd.engine.request import Request
+from fdsd.layout.pieces import Pieces
+
+__all__ = ["gathered", "lies_over_ranks"]
+
+
+def lies_over_ranks(leaf: object) -> bool:
+    """Tell whether a leaf is a tensor that lies over ranks.
+
+    >>> lies_over_ranks(torch.ones(2))
+    False
+    """
+    return is_dtensor(leaf) or is_sharded_tensor(leaf)
+
+
+@frozen
+class _Where:
+    """On which ranks a tensor lies, and where its whole goes.
+
+    Attributes:
+        ranks: All that have to take part.
+        device: Of the whole.
+        is_here: Whether nothing has to travel: each rank has all of it, or this one nothing at all.
+    """
+
+    ranks: frozenset[int]
+    device: torch.device
+    is_here: bool
+
+    @classmethod
+    def of(cls, tensor: Any, group: Any, device: torch.device | None, spare: torch.device | None) -> _Where:
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            ranks = frozenset(map(int, mesh.mesh.flatten().tolist()))
+            is_here = this_rank() not in ranks or len(ranks) == 1 or all(p.is_replicate() for p in tensor.placements)
+            return cls(ranks, device or torch.device(mesh.device_type), is_here)
+        parts = parts_of(tensor)
+        members = dist.get_process_group_ranks(tensor._process_group if group is None else group)
+        own = parts[0].device if parts else spare or torch.device("cpu")
+        return cls(frozenset(members), device or own, False)
+
+
+def gathered(
+    tensors: Mapping[str, Any],
+    wanting: frozenset[int] | None,
+    *,
+    group: Any = None,
+    device: torch.device | None = None,
+    spare: torch.device | None = None,
+    error: BaseException | None = None,
+) -> dict[str, torch.Tensor]:
+    """Gather tensors. Collective over the ranks on which they lie; each byte goes once, to each rank that wants it.
+
+    Args:
+        tensors: DTensors and ShardedTensors by name: on all ranks over which a tensor lies, in any order.
+        wanting: The ranks that want them; ``None`` for all that hold some.
+        group: Over which ShardedTensors lie; their own group if left out.
+        device: Where the whole tensors go; that of the mesh, or of the local shard, if left out.
+        spare: The same for a ShardedTensor without a local shard.
+        error: What went wrong on this rank before; all ranks over which some tensor lies raise then.
+
+    Returns:
+        On ranks that want them, the whole tensors by name; tied names have one tensor. One that is whole on every rank
+        is given by reference.
+
+    >>> gathered({}, None)
+    {}
+    """
+    wants = wanting is None or this_rank() in wanting
+    made: dict[str, torch.Tensor] = {}
+    move = Once(lambda one: parts_of(one)[0].detach().to(where.device))
+    requests = _Requests(wanting, wants)
+    for name in sorted(tensors):
+        where = _Where.of(tensors[name], group, device, spare)
+        if where.is_here:
+            made.update({name: move(tensors[name])} if wants else {})
+            continue
+        try:
+            requests.add(name, tensors[name], where)
+        except FdsdError as found:
+            add_note(found, f"of {name!r}")
+            error = error or found
+    for ranks in sorted(requests.meetings):  # every rank has the meetings that it shares with another in this order
+        world = world_over(frozenset(ranks))
+        try:
+            made.update(plan_delivery(requests.meetings[ranks], world, error=error, rank=this_rank()).run())
+        except Exception as found:  # told in the other meetings too: nobody waits there
+            error = error or found
+    if error is not None:
+        raise error
+    return made
+
+
+class _Requests:
+    """Makes requests, by the ranks that meet; tied tensors share the expression and the memory of the result."""
+
+    def __init__(self, wanting: frozenset[int] | None, wants: bool) -> None:
+        self.meetings: dict[tuple[int, ...], dict[str, Request]] = {}
+        self._wanting = wanting
+        self._wants = wants
+        self._made: dict[Hashable, tuple[Lazy, torch.Tensor | None]] = {}
+
+    def add(self, name: str, tensor: Any, where: _Where) -> None:
+        meeting = self.meetings.setdefault(tuple(sorted(where.ranks)), {})
+        parts = tuple([tie_key(part) for part in parts_of(tensor)])
+        key = (parts, tuple(tensor.shape), where.ranks) if parts else name
+        if key not in self._made:
+            node = defer_leaf(_reduced(tensor))
+            out = torch.empty(node.shape, dtype=node.dtype, device=where.device) if self._wants else None
+            self._made[key] = node, out
+        node, out = self._made[key]
+        target = None if self._wanting is None else Pieces.whole(node.shape, self._wanting & where.ranks)
+        meeting[name] = Request(node, target, everyone=False, out=out)
+
+
+def _reduced(tensor: Any) -> Any:
+    """Add up partial sums, which are values yet to be computed, by torch's own means."""
+    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.detach().redistribute(placements=whole)

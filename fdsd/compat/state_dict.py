@@ -1,0 +1,348 @@
+"""The drop-in for ``torch.distributed.checkpoint.state_dict``: changing the import is all that its users do.
+
+Each function is a short pipeline over the parts beside it: read what is live, choose, gather; or compare, agree, write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]  # what torch returns
+
+from fdsd.compat._errors import LoadError
+from fdsd.compat._fqns import FLAT_PARAM, WRAPPER_SEGMENTS, get_fqns
+from fdsd.compat._group import has_group
+from fdsd.compat._model import (
+    expected_names,
+    live_values,
+    of_submodules,
+    read_model,
+    refuse_empty,
+    submodule_prefixes,
+)
+from fdsd.compat._model_loading import ModelLoading
+from fdsd.compat._optim import as_osd, listed, own_methods, shown_state
+from fdsd.compat._optim_loading import OptimLoading
+from fdsd.compat._options import StateDictOptions, checked
+from fdsd.compat._state_dict_utils import _gather_state_dict, _offload_state_dict_to_cpu
+from fdsd.compat._types import (
+    FQNS_T,
+    DictValueType,
+    ListDictValueType,
+    OptimizerStateType,
+    PrimitiveType,
+    ValueType,
+)
+
+__all__ = [
+    "FQNS_T",
+    "DictValueType",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
+    "StateDictOptions",
+    "ValueType",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+_FLAT_PARAM = FLAT_PARAM
+_PG = "param_groups"
+_PARAMS = "params"
+_STATE = "state"
+
+
+def _get_fqns(
+    model: nn.Module,
+    name: str,
+    dsd_fqn_modifiers: str = "_fqn_modifiers",
+    skip_ddp_prefix: bool = True,
+    skip_compiler_prefix: bool = True,
+) -> FQNS_T:
+    """Give the name that a tensor has in the unwrapped model; several names for a flat parameter of FSDP1.
+
+    Args:
+        model: The root module.
+        name: A name in it.
+        dsd_fqn_modifiers: The method by which a module says which child a shown name stands for.
+        skip_ddp_prefix: Whether DDP's ``module`` goes.
+        skip_compiler_prefix: Whether the compiler's ``_orig_mod`` goes.
+
+    Raises:
+        UnknownName: The model has no such name.
+
+    >>> _get_fqns(nn.DataParallel(nn.Sequential(nn.Linear(1, 1))), "module.0.weight")
+    {'0.weight'}
+    """
+    kept = {"module": skip_ddp_prefix, "_orig_mod": skip_compiler_prefix}
+    return get_fqns(model, name, dsd_fqn_modifiers, WRAPPER_SEGMENTS - {segment for segment in kept if not kept[segment]})
+
+
+def _brought(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """Give a state dict as it is; or whole, or on the CPU, or both: then on rank 0 only."""
+    if options.full_state_dict:
+        only = (0,) if options.cpu_offload and has_group() else ()
+        return _gather_state_dict(state, cpu_offload=options.cpu_offload, ranks_only=only)
+    return _offload_state_dict_to_cpu(state) if options.cpu_offload else state
+
+
+@torch.no_grad()
+def get_model_state_dict(
+    model: nn.Module,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, ValueType]:
+    """Give the state dict of a model, by the names that it has without wrappers.
+
+    Values are the live tensors, detached: DTensors where the model has them. With ``full_state_dict`` they are whole,
+    on every rank; with ``cpu_offload`` besides, rank 0 has them on the CPU, and the other ranks get ``{}``.
+
+    Args:
+        model: The model, wrapped and sharded in any way.
+        submodules: Deprecated: only the names at and below these.
+        options: How; the defaults if left out.
+
+    Raises:
+        OptionError: The options do not go together.
+        LoadError: The state dict is empty.
+
+    Law: ``set_model_state_dict(model, get_model_state_dict(model))`` changes nothing.
+
+    >>> list(get_model_state_dict(nn.Linear(2, 1)))
+    ['weight', 'bias']
+    """
+    given = checked(options)
+    modules = read_model(model, given)
+    prefixes = submodule_prefixes(model, submodules, given)
+    state: dict[str, Any] = live_values(modules, expected_names(modules, given), given)
+    if prefixes is not None:
+        state = of_submodules(state, prefixes, given)
+    refuse_empty(state, given, excused=prefixes is not None)
+    return _brought(state, given)
+
+
+@torch.no_grad()
+def set_model_state_dict(
+    model: nn.Module,
+    model_state_dict: dict[str, ValueType],
+    *,
+    options: StateDictOptions | None = None,
+) -> _IncompatibleKeys:
+    """Write a state dict into a model, and leave the dict as it is.
+
+    All ranks check first, and all raise the same error if anything does not fit on one; then nothing was written. Each
+    rank gets its own part, in the dtype that it has. Tensors on the meta device get memory.
+
+    Args:
+        model: The model, wrapped and sharded in any way.
+        model_state_dict: Values by name: DTensors for sharded tensors; whole tensors with ``full_state_dict``, on every
+            rank, or with ``broadcast_from_rank0`` on rank 0.
+        options: How; the defaults if left out.
+
+    Returns:
+        The names that were missing, and those that were not expected.
+
+    Raises:
+        LoadError: Names are missing or unexpected, and ``strict``; or shapes differ.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> set_model_state_dict(model, {"weight": torch.tensor([[1.0, 2.0]])})
+    <All keys matched successfully>
+    >>> model.weight.tolist()
+    [[1.0, 2.0]]
+    """
+    given = checked(options)
+    return ModelLoading.prepared(model, read_model(model, given), model_state_dict, given).write()
+
+
+@torch.no_grad()
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> OptimizerStateType:
+    """Give the state dict of optimizers, by the names that their parameters have in the model.
+
+    No optimizer is stepped, and nothing of one changes. One that has no state yet gives what it would start from, to be
+    loaded into; LBFGS, which cannot tell, gives none.
+
+    Args:
+        model: The model, wrapped and sharded in any way.
+        optimizers: One or several, over all of the model or a part of it.
+        submodules: Deprecated, and of no effect on optimizers.
+        options: How; the defaults if left out.
+
+    Raises:
+        OptionError: The options do not go together.
+        LoadError: There are no optimizers.
+        UnknownName: An optimizer has parameters that the model has not.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))["param_groups"][0]["params"]
+    ['weight']
+    """
+    given, several = checked(options), listed(optimizers)
+    modules = read_model(model, given)
+    submodule_prefixes(model, submodules, given)
+    _refuse_no_optimizers(several)
+    with own_methods(several):
+        state: dict[str, Any] = as_osd(shown_state(modules, several, given), given)
+    return _brought(state, given)
+
+
+@torch.no_grad()
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    optim_state_dict: OptimizerStateType,
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Write a state dict into optimizers, and leave the dict as it is.
+
+    All ranks check first, and all raise the same error if anything does not fit on one; then nothing was written.
+    Groups are matched by the names of their parameters. State that is there is filled in place.
+
+    Args:
+        model: The model, wrapped and sharded in any way.
+        optimizers: One or several; each takes the parameters that it has.
+        optim_state_dict: Nested by name, nested by id as ``optimizer.state_dict()`` gives it, or flat.
+        options: How; the defaults if left out.
+
+    Raises:
+        LoadError: Parameters have no state there, and ``strict``; or something does not fit.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> old, new = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]
+    >>> set_optimizer_state_dict(model, new, get_optimizer_state_dict(model, old))
+    >>> new.param_groups[0]["lr"]
+    0.1
+    """
+    given, several = checked(options), listed(optimizers)
+    modules = read_model(model, given)
+    _refuse_no_optimizers(several)
+    OptimLoading.prepared(modules, several, optim_state_dict, given).write()
+
+
+def _refuse_no_optimizers(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    if not optimizers:
+        raise LoadError("Optimizers are not passed in but optim_only is set to True.")
+
+
+@torch.no_grad()
+def get_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, ValueType], OptimizerStateType]:
+    """Give the state dicts of a model and of its optimizers.
+
+    Args:
+        model: The model, wrapped and sharded in any way.
+        optimizers: One or several; none give ``{}``.
+        submodules: Deprecated: only the names of the model at and below these.
+        options: How; the defaults if left out.
+
+    Raises:
+        FdsdError: As the two functions that read one of them.
+
+    >>> model = nn.Linear(2, 1)
+    >>> [list(state) for state in get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))]
+    [['weight', 'bias'], ['state', 'param_groups']]
+    """
+    several = listed(optimizers)
+    weights = get_model_state_dict(model, submodules=submodules, options=options)
+    return weights, get_optimizer_state_dict(model, several, options=options) if several else {}
+
+
+@torch.no_grad()
+def set_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    model_state_dict: dict[str, ValueType],
+    optim_state_dict: OptimizerStateType,
+    options: StateDictOptions | None = None,
+) -> _IncompatibleKeys:
+    """Write state dicts into a model and its optimizers; both are checked before either is written.
+
+    Args:
+        model: The model, wrapped and sharded in any way.
+        optimizers: One or several; none leave optimizers out.
+        model_state_dict: As ``set_model_state_dict`` takes it. ``{}`` leaves the model as it is: on all ranks, or with
+            ``broadcast_from_rank0`` on rank 0, where alone it counts.
+        optim_state_dict: As ``set_optimizer_state_dict`` takes it.
+        options: How; the defaults if left out.
+
+    Returns:
+        The names of the model that were missing, and those that were not expected.
+
+    Raises:
+        LoadError: Something does not fit.
+    """
+    given, several = checked(options), listed(optimizers)
+    modules = read_model(model, given)
+    if not several and not model_state_dict:
+        _refuse_no_optimizers(several)
+    optim = OptimLoading.prepared(modules, several, optim_state_dict, given) if several else None
+    weights = ModelLoading.prepared(model, modules, model_state_dict, given, may_be_empty=True)
+    if optim is not None:
+        optim.write()
+    return weights.write()
+
+
+def _patch_model_state_dict(
+    model: nn.Module,
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Let ``model.state_dict`` and ``model.load_state_dict`` call the getter and the setter.
+
+    Args:
+        model: The model.
+        options: What they are called with.
+    """
+
+    def state_dict() -> dict[str, ValueType]:
+        return get_model_state_dict(model, options=options)
+
+    def load_state_dict(state_dict: dict[str, ValueType]) -> None:
+        set_model_state_dict(model, state_dict, options=options)
+
+    vars(model).update(state_dict=state_dict, load_state_dict=load_state_dict)
+
+
+def _patch_optimizer_state_dict(
+    model: nn.Module,
+    *,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    options: StateDictOptions | None = None,
+) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of each optimizer call the getter and the setter for all of them.
+
+    Args:
+        model: The model.
+        optimizers: The optimizers.
+        options: What they are called with.
+    """
+
+    def state_dict() -> OptimizerStateType:
+        return get_optimizer_state_dict(model, optimizers, options=options)
+
+    def load_state_dict(state_dict: OptimizerStateType) -> None:
+        set_optimizer_state_dict(model, optimizers, state_dict, options=options)
+
+    for optimizer in listed(optimizers):
+        vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict)

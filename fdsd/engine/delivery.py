@@ -1,0 +1,250 @@
+"""`Delivery`: the one mechanism that brings expressions to where they are wanted, in one process or over a group.
+
+What each rank needs is agreed on and planned first, per structure; then it runs, a round of tensors after the other.
+How messages travel is ``messages``' business.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from attrs import field, frozen
+
+from fdsd.data.protocols import World
+from fdsd.engine.agreement import Agreed, Statement, agree, state
+from fdsd.engine.failures import failure_of, raise_if_failed
+from fdsd.engine.here import Here, plan_here
+from fdsd.engine.memory import Delivered, Memory
+from fdsd.engine.messages import WINDOW, Buffers, Exchange, Window
+from fdsd.engine.overwriting import Kept, kept_of
+from fdsd.engine.request import Request
+from fdsd.engine.rounds import PROGRAMS, Round, cut_rounds
+from fdsd.engine.views import Views
+from fdsd.engine.wirings import WIRINGS
+from fdsd.layout.structure import LIMITS, Limits
+from fdsd.layout.transfer import Traffic, traffic_of
+from fdsd.layout.wiring import Wiring
+
+__all__ = ["Delivery", "plan_delivery"]
+
+
+@frozen(eq=False, repr=False)
+class Delivery:
+    """Tensors on their way to where they are wanted.
+
+    Attributes:
+        names: All of them, in the agreed order.
+    """
+
+    names: tuple[str, ...]
+    _plan: _Plan | Here
+
+    def traffic(self) -> Traffic:
+        """Count the bytes that each rank receives from others, and sends to them.
+
+        >>> plan_delivery({}, None).traffic()
+        Traffic(received={}, sent={})
+        """
+        return self._plan.traffic()
+
+    def run(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Deliver. Collective: every rank has to go through all of it, or to close it.
+
+        Yields:
+            What this rank wants, in order: each name with the local result, which is complete.
+
+        Raises:
+            FdsdError: On all ranks the same: a source, or a function, raised on one of them.
+
+        Law: what is yielded is what one process that holds everything would compute, byte for byte.
+
+        >>> from fdsd.algebra.apply import defer_leaf
+        >>> dict(plan_delivery({"w": Request(defer_leaf(torch.ones(2)))}, None).run())
+        {'w': tensor([1., 1.])}
+        """
+        return self._plan.run()
+
+    def __repr__(self) -> str:
+        return f"<Delivery of {len(self.names)} tensors>"
+
+
+@frozen(eq=False)
+class _Plan:
+    """A delivery over a group."""
+
+    world: World
+    agreed: Agreed
+    statement: Statement
+    requests: Sequence[Request]
+    wirings: Sequence[Wiring]
+    budget: int | None
+    device: torch.device
+    limits: Limits
+    window: Window
+    positions: array[int] = field(factory=lambda: array("q"))  # the names that are no other's tie
+
+    @property
+    def kinds(self) -> array[int]:
+        """The plan of each tensor that is delivered."""
+        return array("q", [self.agreed.kinds[at] for at in self.positions])
+
+    def traffic(self) -> Traffic:
+        kinds = self.kinds
+        parts = [
+            traffic_of(self.wirings, kinds[start:stop]) for start, stop in cut_rounds(self.wirings, kinds, self.budget)
+        ]
+        received, sent = [dict.fromkeys(sorted({r for part in parts for r in part[i]}), 0) for i in range(2)]
+        for part in parts:
+            for total, some in zip((received, sent), part, strict=True):
+                for rank, nbytes in some.items():
+                    total[rank] += nbytes
+        return Traffic(received, sent)
+
+    def run(self) -> Iterator[tuple[str, torch.Tensor]]:
+        rounds = PROGRAMS.get(self.world.rank, self.wirings, self.kinds, self.budget, self.limits)
+        run = _Run(self)
+        for i, each in enumerate(rounds):
+            if i and any(self.world.agree(False)):
+                return  # another rank has closed
+            run.travel(each)
+            try:
+                yield from run.results(each)
+            except GeneratorExit:
+                if i + 1 < len(rounds):
+                    self.world.agree(True)
+                raise
+
+
+class _Run:
+    """One run of a delivery over a group."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        world = plan.world
+        mine = [plan.agreed.mine[at] for at in plan.positions]
+        self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
+        memory = Memory(self._tensors, Kept(), plan.device)
+        self._exchange = Exchange(world, memory, Buffers(plan.window.buffers, world.device), plan.window)
+        self._made: dict[int, torch.Tensor] = {}  # the results that have not been given yet, by their place among names
+        self._uses = Counter(plan.agreed.leaders)
+        self._prepare(memory)
+
+    def _delivered(self, at: int, i: int) -> Delivered:
+        plan = self._plan
+        wiring = plan.wirings[plan.agreed.kinds[at]]
+        placements = plan.statement.keys[plan.statement.kinds[i]].placements if i >= 0 else None
+        views = wiring.notes.get((plan.world.rank, placements))
+        if not isinstance(views, Views):
+            views = wiring.notes[plan.world.rank, placements] = Views(wiring, plan.world.rank, placements)
+        if i < 0:
+            return Delivered(plan.agreed.names[at], views)
+        return Delivered(plan.agreed.names[at], views, plan.requests[i], plan.statement.origins[i])
+
+    def _prepare(self, memory: Memory) -> None:
+        """Copy the sources that would be overwritten before they are read."""
+        requests = {tensor.name: tensor.request for tensor in self._tensors if tensor.request is not None}
+        try:
+            with torch.no_grad():
+                memory.kept = kept_of(requests, self._plan.world.rank)
+        except Exception as error:  # told to all at the end of the first round
+            self._exchange.error = error, next(iter(requests))
+        for tensor in self._tensors:
+            tensor.is_settled = tensor.name in memory.kept.settled
+
+    def travel(self, each: Round) -> None:
+        """Exchange the messages of a round and do what is to be done with them; then all ranks tell how it went."""
+        exchange = self._exchange
+        exchange.begin(each.program, each.start)
+        with torch.no_grad():
+            for i in range(each.start, each.stop):
+                exchange.advance(each.last[i - each.start])
+                self._finish(i)
+            exchange.finish()
+        exchange.memory.forget()
+        error, name = exchange.error or (None, "")
+        failure = None if error is None else failure_of(error, repr(name))
+        raise_if_failed(self._plan.world.agree(failure), self._plan.world.ranks, error)
+
+    def _finish(self, i: int) -> None:
+        exchange = self._exchange
+        if exchange.error is not None:
+            return
+        try:
+            result = exchange.memory.finish(i)
+        except Exception as error:  # told to all at the end
+            exchange.fail(error, i)
+            return
+        if result is not None:
+            self._made[self._plan.positions[i]] = result
+
+    def results(self, each: Round) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give the results of a round in the order of names, tied ones again."""
+        agreed, positions = self._plan.agreed, self._plan.positions
+        stop = positions[each.stop] if each.stop < len(positions) else len(agreed.names)
+        for at in range(positions[each.start], stop):
+            leader = agreed.leaders[at]
+            result = self._made.get(leader)
+            self._uses[leader] -= 1
+            if not self._uses[leader]:
+                self._made.pop(leader, None)
+            if result is not None:
+                name = agreed.names[at]
+                yield name, result
+                del result
+
+
+def plan_delivery(
+    requests: Mapping[str, Request],
+    world: World | None,
+    *,
+    budget: int | None = None,
+    device: torch.device | str | None = None,
+    error: BaseException | None = None,
+    rank: int = 0,
+    limits: Limits = LIMITS,
+    window: Window = WINDOW,
+) -> Delivery:
+    """Agree on what is to be delivered, and plan it. Collective, if there is a world.
+
+    Args:
+        requests: What this rank knows of, and where it is wanted, by FQN.
+        world: The processes that work together; ``None`` for this one alone.
+        budget: Bytes that may be under way at once beside what the caller keeps; without it all is, or 64 MB where
+            values are computed. For one process: bytes for scratch beside the result.
+        device: Where fresh results are made; the CPU by default.
+        error: What went wrong on this rank before; then all ranks raise it.
+        rank: Which rank this process is in the targets, if there is no world.
+        limits: The sizes of messages.
+        window: How many messages are under way at once.
+
+    Raises:
+        FdsdError: The same on all ranks. Nothing has been written, or read. ``RankDisagreement``: ranks state
+            different things; ``SpecMismatch``: layouts that do not fit, or elements that no rank holds.
+
+    >>> from fdsd.algebra.apply import defer_leaf
+    >>> plan_delivery({"w": Request(defer_leaf(torch.ones(2)))}, None).names
+    ('w',)
+    """
+    where = torch.device("cpu" if device is None else device)
+    if world is not None and len(world.ranks) == 1:
+        world, rank = None, world.rank
+    if world is None:
+        if error is not None:
+            raise error
+        return Delivery(tuple(requests), plan_here(requests, rank, budget, where))
+    statement: Statement | None = None
+    if error is None:
+        try:
+            statement = state(requests, world.rank)
+        except Exception as found:  # told to all
+            error = found
+    agreed = agree(statement, error, world)
+    assert statement is not None
+    wirings = WIRINGS.all_of(agreed, world.ranks, limits)
+    positions = array("q", [at for at, leader in enumerate(agreed.leaders) if at == leader])
+    given = list(requests.values())
+    plan = _Plan(world, agreed, statement, given, wirings, budget, where, limits, window, positions)
+    return Delivery(agreed.names, plan)

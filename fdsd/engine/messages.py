@@ -1,0 +1,237 @@
+"""`Exchange`: one rank's messages, posted in the one total order within a window.
+
+Small parts are packed in buffers that are used again and again; big ones go straight between the memory of tensors.
+What is sent, and what is done with it, is ``memory``'s business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from attrs import define, field, frozen
+
+from fdsd.algebra.dtypes import copy_elements, movable
+from fdsd.data.errors import SpecMismatch
+from fdsd.data.protocols import Pending, World
+from fdsd.engine.memory import Memory
+from fdsd.layout.program import Program, to_list
+
+__all__ = ["WINDOW", "Buffers", "Exchange", "Window"]
+
+
+@frozen
+class Window:
+    """How much of a rank is under way at once.
+
+    Attributes:
+        buffers: How many messages that are packed in a buffer of their own, at least 1.
+        messages: How many in all, at least 1.
+    """
+
+    buffers: int = 2
+    messages: int = 16
+
+    def __attrs_post_init__(self) -> None:
+        if self.buffers < 1 or self.messages < 1:
+            raise SpecMismatch(f"Window: at least 1 buffer and 1 message, not {self.buffers} and {self.messages}.")
+
+
+WINDOW = Window()
+
+
+@define
+class Buffers:
+    """Buffers that are used again: fresh memory costs several times as much.
+
+    Args:
+        most: How many there are at most.
+        device: Where they lie.
+    """
+
+    most: int
+    device: torch.device
+    _free: list[torch.Tensor] = field(factory=list, init=False)
+    _num: int = field(default=0, init=False)
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Give a buffer of at least so many bytes; ``None`` if all are in use."""
+        if self._free:
+            self._free.sort(key=len)
+            fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= nbytes]
+            found = self._free.pop(fitting[0] if fitting else -1)
+            return found if fitting else self._fresh(nbytes)
+        if self._num < self.most:
+            self._num += 1
+            return self._fresh(nbytes)
+        return None
+
+    def _fresh(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        self._free.append(buffer)
+
+
+@frozen(eq=False)
+class _Posted:
+    """A message that is under way."""
+
+    number: int
+    pending: Pending
+    buffer: torch.Tensor | None
+
+
+@define(eq=False)
+class Exchange:
+    """Runs down the program of this rank. All of them have to, whatever goes wrong on one of them.
+
+    Attributes:
+        world: The ranks.
+        memory: What this rank holds and gets.
+        buffers: For what is packed.
+        window: How much is under way at once.
+        error: The first error of this rank, and the tensor it is about. From then on zeros are sent.
+    """
+
+    world: World
+    memory: Memory
+    buffers: Buffers
+    window: Window
+    error: tuple[Exception, str] | None = None
+    _posted: deque[_Posted] = field(factory=deque, init=False)
+    _next: int = field(default=0, init=False)
+    _columns: tuple[list[int], ...] = field(default=(), init=False)
+    _first: int = field(default=0, init=False)
+
+    def begin(self, program: Program, first: int) -> None:
+        """Take up a program.
+
+        Args:
+            program: The messages.
+            first: The tensor that its instances count from.
+        """
+        columns = program.peers, program.sends, program.nbytes, program.bounds
+        items = program.instances, program.overlaps, program.parts, program.offsets
+        self._columns = tuple([to_list(column) for column in (*columns, *items)])
+        self._next, self._first = 0, first
+
+    def advance(self, message: int) -> None:
+        """Go on until a message is complete, and all before it."""
+        while (self._posted[0].number if self._posted else self._next) <= message:
+            while self._post():
+                pass
+            self._complete()
+
+    def finish(self) -> None:
+        """Complete all messages."""
+        self.advance(len(self._columns[0]) - 1)
+
+    def fail(self, error: Exception, tensor: int) -> None:
+        """Note that something went wrong with a tensor; the first time counts."""
+        if self.error is None:
+            self.error = error, self.memory.tensors[tensor].name
+
+    def _post(self) -> bool:
+        """Post the next message, if there is one and it may be under way."""
+        peers, sends, nbytes, *_ = self._columns
+        number = self._next
+        if number == len(peers) or len(self._posted) >= self.window.messages:
+            return False
+        straight = self._straight(number)
+        buffer: torch.Tensor | None = None
+        if straight is None:
+            buffer = self.buffers.take(nbytes[number])
+            if buffer is None:
+                return False
+            if sends[number]:
+                self._pack(number, buffer)
+        memory = buffer[: nbytes[number]] if straight is None and buffer is not None else straight
+        assert memory is not None
+        move = self.world.send if sends[number] else self.world.receive
+        self._posted.append(_Posted(number, move(memory, peers[number]), buffer))
+        self._next += 1
+        return True
+
+    def _complete(self) -> None:
+        """Wait for the oldest message."""
+        posted = self._posted[0]
+        posted.pending.wait()
+        self._posted.popleft()
+        if posted.buffer is not None:
+            if not self._columns[1][posted.number]:
+                self._unpack(posted.number, posted.buffer)
+            self.buffers.give(posted.buffer)
+
+    def _straight(self, number: int) -> torch.Tensor | None:
+        """Give the bytes of a message of one part as they lie in the memory of its tensor, if they can travel so."""
+        _, sends, _, bounds, instances, overlaps, parts, _ = self._columns
+        at = bounds[number]
+        if self.error is not None or bounds[number + 1] - at != 1:
+            return None
+        i, overlap, part = self._first + instances[at], overlaps[at], parts[at]
+        try:
+            view = self.memory.source(i, overlap, part) if sends[number] else self.memory.target(i, overlap, part)
+        except Exception as error:  # told to all at the end
+            self.fail(error, i)
+            return None
+        wire = self.memory.tensors[i].views.wiring.wires[overlap]
+        if view is None or view.dtype != wire or view.device != self.world.device or not view.is_contiguous():
+            return None
+        flat = movable(view)  # a view whose sizes are 1 counts as contiguous whatever its strides are
+        return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
+
+    def _pack(self, number: int, buffer: torch.Tensor) -> None:
+        """Pack the parts of a message; zeros, if something has gone wrong."""
+        if self.error is None:
+            self._each(number, buffer, is_send=True)
+        if self.error is not None:
+            buffer[: self._columns[2][number]].zero_()
+
+    def _unpack(self, number: int, buffer: torch.Tensor) -> None:
+        if self.error is None:
+            self._each(number, buffer, is_send=False)
+
+    def _each(self, number: int, buffer: torch.Tensor, *, is_send: bool) -> None:
+        """Copy all parts of a message between its buffer and their memory, many of them at once."""
+        bounds, instances, overlaps, parts, offsets = self._columns[3:]
+        sources: list[torch.Tensor] = []
+        outs: list[torch.Tensor] = []
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        memory, i = self.memory, self._first
+        try:
+            for at in range(bounds[number], bounds[number + 1]):
+                i, overlap, part = self._first + instances[at], overlaps[at], parts[at]
+                view = memory.source(i, overlap, part) if is_send else memory.target(i, overlap, part)
+                wire, shape, strides = memory.tensors[i].views.packed(overlap, part)
+                if wire not in typed:
+                    typed[wire] = buffer[: len(buffer) // wire.itemsize * wire.itemsize].view(wire)
+                packed = typed[wire].as_strided(shape, strides, offsets[at] // wire.itemsize)
+                if view is None:
+                    memory.read(i, overlap, part, packed)
+                else:
+                    sources.append(view if is_send else packed)
+                    outs.append(packed if is_send else view)
+            _copy_all(sources, outs)
+        except Exception as error:  # told to all at the end
+            self.fail(error, i)
+
+
+_PLAIN: dict[torch.dtype, bool] = {}
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Whether every kernel that moves elements knows a dtype."""
+    if dtype not in _PLAIN:
+        _PLAIN[dtype] = movable(torch.empty(0, dtype=dtype)).dtype is dtype
+    return _PLAIN[dtype]
+
+
+def _copy_all(sources: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+    if all(_is_plain(one.dtype) for some in (sources, outs) for one in some):
+        if sources:
+            torch._foreach_copy_(outs, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        return
+    for source, out in zip(sources, outs, strict=True):
+        copy_elements(source, out)

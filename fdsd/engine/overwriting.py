@@ -1,0 +1,129 @@
+"""What would be overwritten before it is read: sources whose memory is also a result's, as when layers are swapped.
+
+Such sources are copied first. A tensor that is brought to where it already lies is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from fdsd.algebra.dtypes import movable
+from fdsd.algebra.graph import walk
+from fdsd.algebra.lazy import Lazy
+from fdsd.algebra.ops.leaves import Origin
+from fdsd.data.ties import storage_id
+from fdsd.engine.request import Request
+from fdsd.layout.placed import PlacedSource
+from fdsd.layout.wants import Target, blocks_of, local_shape_of
+
+__all__ = ["Kept", "is_placed", "kept_of", "memory_of", "placement_of"]
+
+_PLACED: dict[type, bool] = {}
+
+
+def is_placed(source: object) -> bool:
+    """Tell whether the tensors of a source lie over ranks; asked of each class once.
+
+    >>> is_placed(None)
+    False
+    """
+    kind = type(source)
+    if kind not in _PLACED:
+        _PLACED[kind] = isinstance(source, PlacedSource)
+    return _PLACED[kind]
+
+
+def placement_of(origin: Origin) -> Target:
+    """Say how a source tensor lies over ranks; ``None``: whole, on each rank that has the source."""
+    source: Any = origin.source
+    found: Target = source.placement(origin.fqn) if is_placed(source) else None
+    return found
+
+
+def memory_of(origin: Origin) -> torch.Tensor | None:
+    """Give the memory of this process in which a source tensor lies, or its part; ``None`` if there is none."""
+    give: Callable[[str], Any] | None = getattr(origin.source, "local", None)
+    found = None if give is None else give(origin.fqn)
+    return found.detach() if isinstance(found, torch.Tensor) else None
+
+
+Place = tuple[int, str]
+"""A source by its id, and a name in it."""
+
+
+def _place(origin: Origin) -> Place:
+    return id(origin.source), origin.fqn
+
+
+@frozen
+class Kept:
+    """What has to be known before anything is written.
+
+    Attributes:
+        copies: The sources that were copied, by place.
+        settled: The names whose results are their sources' own memory already.
+    """
+
+    copies: Mapping[Place, torch.Tensor] = field(factory=dict[Place, torch.Tensor])
+    settled: frozenset[str] = frozenset()
+
+    def memory(self, origin: Origin) -> torch.Tensor | None:
+        """Give the memory to read a source tensor from: its copy, if there is one."""
+        found = self.copies.get(_place(origin)) if self.copies else None
+        return memory_of(origin) if found is None else found
+
+
+def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
+    """Copy the sources that share memory with a result, unless that is the very same tensor.
+
+    Args:
+        requests: What is wanted.
+        rank: This rank.
+
+    >>> kept_of({}, 0).copies
+    {}
+    """
+    if not any(request.out is not None for request in requests.values()):
+        return Kept()
+    settled = frozenset([name for name, request in requests.items() if _is_settled(request, rank)])
+    written = {
+        storage_id(request.out)
+        for name, request in requests.items()
+        if request.out is not None and request.out.numel() and name not in settled
+    }
+    copies: dict[Place, torch.Tensor] = {}
+    roots = [request.node for name, request in requests.items() if request.node is not None and name not in settled]
+    for origin in _origins(roots):
+        memory = None if _place(origin) in copies else memory_of(origin)
+        if memory is not None and not memory.is_meta and storage_id(memory) in written:
+            copies[_place(origin)] = movable(memory).clone().view(memory.dtype)
+    return Kept(copies, settled)
+
+
+def _origins(roots: Iterable[Lazy]) -> Iterator[Origin]:
+    for node in walk(list(roots)):
+        if isinstance(node.op, Origin):
+            yield node.op
+
+
+def _is_settled(request: Request, rank: int) -> bool:
+    """Tell whether the result is, element for element, the memory in which its source lies."""
+    if request.node is None or request.out is None or not isinstance(request.node.op, Origin):
+        return False
+    memory, out = memory_of(request.node.op), request.out
+    if memory is None or storage_id(memory) != storage_id(out):
+        return False
+    if (memory.dtype, memory.shape, memory.storage_offset()) != (out.dtype, out.shape, out.storage_offset()):
+        return False
+    if memory.stride() != out.stride() or memory.is_conj() != out.is_conj() or memory.is_neg() != out.is_neg():
+        return False
+    shape = request.node.shape
+    placement = placement_of(request.node.op)
+    return placement == request.target or (
+        local_shape_of(placement, shape, rank) == local_shape_of(request.target, shape, rank)
+        and blocks_of(placement, shape, rank) == blocks_of(request.target, shape, rank)
+    )
