@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from fdsd.engine.diffing import Diff, diff
     from fdsd.engine.materializing import materialize
     from fdsd.engine.opening import open as open
+    from fdsd.engine.restoring import LoadReport, restore
     from fdsd.engine.saving import save
     from fdsd.engine.snapshots import snapshot
+    from fdsd.engine.streams import stream
     from fdsd.layout.sharded import Sharded
     from fdsd.pipeline.locality import Locality
     from fdsd.pipeline.pipeline import Conversion, Pipeline, State, identity, pipe
@@ -75,6 +77,7 @@ __all__ = [
     "Diff",
     "Grade",
     "Lazy",
+    "LoadReport",
     "Locality",
     "ModelSpec",
     "OptimState",
@@ -119,6 +122,7 @@ __all__ = [
     "rename_fqns",
     "reshape",
     "reshard",
+    "restore",
     "save",
     "select",
     "shard_with",
@@ -126,6 +130,7 @@ __all__ = [
     "specs",
     "split",
     "stack",
+    "stream",
     "strip_wrappers",
     "tie",
     "transpose",
@@ -148,8 +153,10 @@ _HOMES = {
     "fdsd.engine.diffing": "Diff diff",
     "fdsd.engine.materializing": "materialize",
     "fdsd.engine.opening": "open",
+    "fdsd.engine.restoring": "LoadReport restore",
     "fdsd.engine.saving": "save",
     "fdsd.engine.snapshots": "snapshot",
+    "fdsd.engine.streams": "stream",
     "fdsd.layout.sharded": "Sharded",
     "fdsd.pipeline.locality": "Locality",
     "fdsd.pipeline.pipeline": "Conversion Pipeline State identity pipe",

@@ -255,9 +255,20 @@ def make_dtensor(
         raise SpecMismatch(f"make_dtensor: the local tensor is of {local.dtype}, and the whole one {spec}.")
     strides = torch.empty(spec.shape, device="meta").stride()
     meta = TensorMeta(torch.Size(spec.shape), strides, spec.dtype)
-    made = _wrap(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
+    counted = tuple([_from_the_first(placement, spec.ndim) for placement in placements])
+    made = _wrap(local, DTensorSpec(mesh, counted, tensor_meta=meta))
     layout_of_dtensor(made)  # for its errors
     return made
+
+
+def _from_the_first(placement: Any, ndim: int) -> Any:
+    """Count the dim of a placement from the first one, as DTensors want it."""
+    dim = getattr(placement, "dim", 0)
+    if dim >= 0:
+        return placement
+    factor = getattr(placement, "split_factor", None)
+    kind: Any = type(placement)
+    return kind(dim + ndim) if factor is None else kind(dim + ndim, split_factor=factor)
 
 
 def make_like(like: Any, local: torch.Tensor) -> Any:

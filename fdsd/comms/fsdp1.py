@@ -49,8 +49,8 @@ class Flat:
     def views(self) -> tuple[FlatView, ...]:
         """The original parameters, in order."""
         flat = self.handle.flat_param
-        ends = list(accumulate(flat._numels_with_padding))
-        starts = [end - size for end, size in zip(ends, flat._numels_with_padding, strict=True)]
+        numels: Sequence[int] = flat._numels_with_padding
+        starts = [0, *accumulate(numels[:-1])]
         real = [start for start, is_padding in zip(starts, flat._is_padding_mask, strict=True) if not is_padding]
         live: Sequence[torch.Tensor] = flat._params or [flat] * len(real)
         columns = zip(real, flat._shapes, flat._strides, flat._contiguities, live, strict=True)
@@ -121,7 +121,7 @@ class Flat:
         shard = self.local()
         if local.shape != shard.shape:
             raise SpecMismatch(
-                f"A shard of FSDP's flat parameter has the shape {tuple(shard.shape)}, not {local.shape}."
+                f"A shard of FSDP's flat parameter has the shape {tuple(shard.shape)}, not {tuple(local.shape)}."
             )
         spec = TensorSpec(self.spec.shape, local.dtype)
         start = self.coordinate * shard.numel() if self.is_sharded else 0
@@ -186,7 +186,10 @@ class FlatView:
             return local.detach()
         begin, end = self.interval(self.flat.coordinate)
         if local.shape != (end - begin,):
-            raise SpecMismatch(f"This rank holds {end - begin} elements of the parameter, and {local.shape} was given.")
+            raise SpecMismatch(
+                f"This rank holds {end - begin} elements of the parameter; a tensor of shape {tuple(local.shape)} is "
+                "not laid out like it."
+            )
         spec = TensorSpec((self.numel,), local.dtype)
         return self._unflattened(BoxSource(spec, self.placement(), local, (begin,)).lazy())
 

@@ -81,14 +81,12 @@ def _is_harmless(function: Any) -> bool:
 
 def _home(function: Any) -> str:
     """Give the module in which a function, or the class of a callable object, was written."""
-    while True:
-        inner = (
-            getattr(function, "hook", None) or getattr(function, "func", None) or getattr(function, "__func__", None)
-        )
-        if inner is None:
-            break
-        function = inner
-    home = getattr(function, "__module__", None)
+    last: Any = function
+    while function is not None:
+        last = function
+        found = [getattr(function, name, None) for name in ("hook", "func", "__func__")]
+        function = next((one for one in found if one is not None), None)
+    home = getattr(last, "__module__", None)
     return home if isinstance(home, str) else ""
 
 
@@ -102,12 +100,14 @@ def _patched(module: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
 
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """List the hooks that have to run before a module is read: all but those of FSDP1, which would gather it."""
-    return [hook for hook in module._state_dict_pre_hooks.values() if _home(hook) != _FSDP1_HOOKS]
+    inside: Any = module
+    return [hook for hook in inside._state_dict_pre_hooks.values() if _home(hook) != _FSDP1_HOOKS]
 
 
 def post_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """List the hooks that may change what is shown of a module: all but those of wrappers, which drop a segment."""
-    return [hook for hook in module._state_dict_hooks.values() if not _home(hook).startswith((_AC, _FSDP))]
+    inside: Any = module
+    return [hook for hook in inside._state_dict_hooks.values() if not _home(hook).startswith((_AC, _FSDP))]
 
 
 def has_own_code(module: nn.Module, kind: Kind) -> bool:
@@ -116,13 +116,14 @@ def has_own_code(module: nn.Module, kind: Kind) -> bool:
     >>> has_own_code(nn.Linear(1, 1), kind_of(nn.Linear(1, 1)))
     False
     """
+    inside: Any = module
     own = module.__dict__
     return bool(
         kind.saving
         or kind.loading
-        or module._state_dict_hooks
-        or module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
+        or inside._state_dict_hooks
+        or inside._load_state_dict_pre_hooks
+        or inside._load_state_dict_post_hooks
         or "state_dict" in own
         or "load_state_dict" in own
         or "_save_to_state_dict" in own
@@ -150,8 +151,9 @@ def loading_code(module: nn.Module, kind: Kind) -> tuple[str, ...]:
     >>> loading_code(linear, kind_of(linear))
     ('the load hook <lambda>',)
     """
-    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
-    hooks = [hook for hook in (*before.values(), *after.values()) if not _is_harmless(hook)]
+    inside: Any = module
+    before, after = inside._load_state_dict_pre_hooks, inside._load_state_dict_post_hooks
+    hooks: list[Any] = [hook for hook in (*before.values(), *after.values()) if not _is_harmless(hook)]
     patched = _patched(module, ("load_state_dict", "_load_from_state_dict"))
     return (*kind.loading, *patched, *[f"the load hook {_told(hook)}" for hook in hooks])
 

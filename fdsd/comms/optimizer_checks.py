@@ -148,15 +148,16 @@ def problems_of(
                 tuple(homeless),
             )
         )
-    wrong = {
-        fqn: text
+    wrong = [
+        found
         for live in loaded.optimizers
         for group in live.groups
         for param in group.params
-        for fqn, text in _wrong_values(loaded, live, group, param, values)
-    }
+        for found in _wrong_values(loaded, live, group, param, values)
+    ]
     if wrong:
-        problems.append(Problem("spec", f"State that does not fit: {several(list(wrong.values()))}.", tuple(wrong)))
+        told = f"State that does not fit: {several([text for _, text in wrong])}."
+        problems.append(Problem("spec", told, tuple(dict.fromkeys([fqn for fqn, _ in wrong]))))
     return problems
 
 

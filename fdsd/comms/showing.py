@@ -77,14 +77,15 @@ class Showing:
             self._show_itself(place, below, machine)
             self._next = below.stop
             return
-        versions = {"version": place.module._version}
+        inside: Any = place.module
+        versions = {"version": inside._version}
         if place.kind.wraps is None:
             self._versions[place.prefix[:-1]] = versions
         if machine is not None and "_save_to_state_dict" in machine.saving:
             self._save(place, machine)
         else:
             self._show_own(place)
-        for child in place.module._modules.values():
+        for child in inside._modules.values():
             if child is not None:
                 self._show()
         for hook in post_hooks(place.module) if machine is not None else ():
@@ -133,8 +134,8 @@ class Showing:
         method = method_of(place.module, "state_dict")
         with _named(machine):
             if place.prefix:
-                found: Any = OrderedDict()
-                found._metadata = OrderedDict()
+                found: Any = OrderedDict[str, Any]()
+                found._metadata = OrderedDict[str, Any]()
                 method(destination=found, prefix=place.prefix, keep_vars=True)
             else:
                 found = method()
@@ -142,7 +143,8 @@ class Showing:
             raise Unsupported(f"{machine}: it gives {type(found).__name__} and no mapping.")
         for key, value in found.items():
             self._shown[machine.read(key)] = value
-        for key, versions in (getattr(found, "_metadata", None) or {}).items():
+        metadata: dict[str, Any] = getattr(found, "_metadata", None) or {}
+        for key, versions in metadata.items():
             self._versions[machine.read(key + ".")[:-1] if key else place.prefix[:-1]] = versions
 
     # -- reading what it gave --------------------------------------------------------------------------------------

@@ -103,7 +103,8 @@ class Table:
     def _places_of(self, owner: nn.Module, name: str) -> Iterator[str]:
         """Say where a module stands, with all segments and, of several parts, the number of the part."""
         for i, part in enumerate(self._parts):
-            for path, module in part.named_modules(remove_duplicate=False):
+            whole: Any = part
+            for path, module in whole.named_modules(remove_duplicate=False):
                 if module is owner:
                     where = f"{path}.{name}" if path else name
                     yield where if len(self._parts) == 1 else f"{where} (part {i})"
@@ -113,14 +114,18 @@ class Table:
 
         Most pointers are met once, and tell enough; those that are not get a closer look, and null ones too.
         """
+        plain = [
+            (fqn, tensor)
+            for fqn, (_, _, _, _, tensor, *_) in self._tensors.items()
+            if (type(tensor) is Parameter or type(tensor) is torch.Tensor) and tensor.layout is torch.strided
+        ]
+        pointers = [tensor.data_ptr() for _, tensor in plain]
+        if len({*pointers}) == len(pointers):
+            return
         firsts: dict[int, str] = {}
         suspects: dict[str, None] = {}
-        for fqn, live in self._tensors.items():
-            tensor = live.tensor
-            kind = type(tensor)
-            if (kind is not Parameter and kind is not torch.Tensor) or tensor.layout is not torch.strided:
-                continue
-            at = tensor.data_ptr()
+        for (fqn, _), at in zip(plain, pointers, strict=True):
+            live = self._tensors[fqn]
             first = firsts.setdefault(at, fqn) if at else fqn
             if (first is not fqn or not at) and live.tied_to is None and live.flat is None:
                 suspects[first] = suspects[fqn] = None

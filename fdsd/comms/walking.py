@@ -26,7 +26,7 @@ _CHECKPOINT = "_checkpoint_wrapped_module"
 
 
 _REST: tuple[Any, ...] = (None, None, None, True)
-_new = tuple.__new__  # what LiveTensor() does, without taking arguments apart, which takes as long
+_new: Any = vars(tuple)["__new__"]  # what LiveTensor() does, without taking arguments apart, which takes as long
 
 
 class Place(NamedTuple):
@@ -77,7 +77,8 @@ class Walk:
             kind = self._kinds[type(module)] = kind_of(module)
         first = len(self.places)
         self.places.append(Place(module, prefix, path, kind))
-        children = module._modules
+        inside: Any = module
+        children: dict[str, nn.Module | None] = inside._modules
         if children:
             self._above.add(id(module))
             for name, child in children.items():
@@ -129,7 +130,8 @@ class Walk:
         for place in self.places:
             module, prefix, _, kind = place
             if kind.wraps is None:
-                metadata[prefix[:-1]] = {"version": module._version}
+                inside: Any = module
+                metadata[prefix[:-1]] = {"version": inside._version}
             self.own(place, rows)
             if kind.has_extra:
                 table.extend(rows)
@@ -143,9 +145,10 @@ class Walk:
         """Run what runs before a state dict is taken; FSDP2 puts its shards back in place so."""
         itself = {i for below, machine in self.machines if "state_dict" in machine.saving for i in below}
         for i, place in enumerate(self.places):
-            if place.module._state_dict_pre_hooks and i not in itself:
-                for hook in pre_hooks(place.module):
-                    hook(place.module, place.prefix, False)
+            inside: Any = place.module
+            if inside._state_dict_pre_hooks and i not in itself:
+                for hook in pre_hooks(inside):
+                    hook(inside, place.prefix, False)
 
     def _names_of(self, below: range) -> Iterator[str]:
         for i in below:
@@ -158,7 +161,8 @@ class Walk:
     def own(self, place: Place, rows: list[LiveTensor]) -> None:
         """Append the tensors of one module, but not of those below it: parameters first, then buffers."""
         module, prefix, _, _ = place
-        parameters: Mapping[str, torch.Tensor | None] = module._parameters
+        inside: Any = module
+        parameters: Mapping[str, torch.Tensor | None] = inside._parameters
         if parameters or self._flats:
             if self._flats:
                 parameters = self._flattened(place, rows)
@@ -166,9 +170,10 @@ class Walk:
                 if tensor is not None:
                     row = (prefix + name, "parameter", True, tensor.requires_grad, tensor, module, name)
                     rows.append(_new(LiveTensor, row + _REST))
-        if module._buffers:
-            passing = module._non_persistent_buffers_set
-            for name, tensor in module._buffers.items():
+        buffers: Mapping[str, torch.Tensor | None] = inside._buffers
+        if buffers:
+            passing: set[str] = inside._non_persistent_buffers_set
+            for name, tensor in buffers.items():
                 if tensor is not None:
                     dtype = self._dtypes.get(id(tensor)) if self._dtypes else None
                     is_in = name not in passing
@@ -180,17 +185,19 @@ class Walk:
     def _flattened(self, place: Place, rows: list[LiveTensor]) -> dict[str, torch.Tensor | None]:
         """Append the parameters of a module that lie in flat parameters of FSDP1, and give the others."""
         module, prefix, _, _ = place
+        inside: Any = module
+        parameters: Mapping[str, torch.Tensor | None] = inside._parameters
         flats = dict(self._flats.get(id(module), {}))
-        for name, tensor in module._parameters.items():  # tied to one in another unit, which FSDP does not know
+        for name, tensor in parameters.items():  # tied to one in another unit, which FSDP does not know
             if name not in flats and id(tensor) in self._originals:
                 flats[name] = self._originals[id(tensor)]
         for name, view in flats.items():
-            tensor = view.live
+            live = view.live
             rows.append(
-                LiveTensor(prefix + name, "parameter", True, tensor.requires_grad, tensor, module, name, None, view)
+                LiveTensor(prefix + name, "parameter", True, live.requires_grad, live, module, name, None, view)
             )
         return {
             name: tensor
-            for name, tensor in module._parameters.items()
+            for name, tensor in parameters.items()
             if name not in flats and not getattr(tensor, "_is_flat_param", False)
         }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fdsd.compat._copying import copy_pairs, prepared
-from fdsd.compat._kinds import misfit, parts_of
+from fdsd.compat._kinds import misfit, parts_of, spec_of_kind
 from fdsd.compat._nested import Path, mapped, named, pairs_of
 from fdsd.data.errors import FdsdError, SpecMismatch
 
 __all__ = ["CompanionMismatch", "are_alike", "companions", "copied"]
+
+_T = TypeVar("_T")
 
 
 class CompanionMismatch(FdsdError):
@@ -45,7 +47,7 @@ def companions(tree: Any, companion: Any) -> dict[Path, tuple[Any, Any]]:
     return pairs.leaves
 
 
-def copied(tree: Any, companion: Any, non_blocking: bool) -> Any:
+def copied(tree: _T, companion: Any, non_blocking: bool) -> _T:
     """Copy the tensors of a state dict into those of another one; all is checked first.
 
     Returns:
@@ -72,7 +74,8 @@ def copied(tree: Any, companion: Any, non_blocking: bool) -> Any:
         for source, target in across:
             target.copy_(source, non_blocking=True)
         copy_pairs([pair for pair in moves if not non_blocking or pair[0].device == pair[1].device])
-    return mapped(tree, lambda path, leaf: pairs[path][1] if path in tensors else leaf)
+    made: _T = mapped(tree, lambda path, leaf: pairs[path][1] if path in tensors else leaf)
+    return made
 
 
 def are_alike(tree: Any, companion: Any) -> bool:
@@ -88,4 +91,4 @@ def are_alike(tree: Any, companion: Any) -> bool:
 def _is_like(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor)
-    return a.dtype == b.dtype and misfit(a, b) is None
+    return misfit(a, b) is None and spec_of_kind(a) == spec_of_kind(b)

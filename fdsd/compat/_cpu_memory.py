@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from fdsd.compat._kinds import kind_of, parts_of, with_parts
+from fdsd.compat._kinds import kind_of, parts_of, spec_of_kind, with_parts
 from fdsd.data.errors import FdsdError
 from fdsd.data.ties import tie_key
 
@@ -44,7 +44,7 @@ class Once:
         key = tuple([tie_key(part) for part in parts_of(tensor)])
         if not key or None in key:
             return self._change(tensor)
-        whole = (kind_of(tensor), tuple(tensor.shape), key)  # one shard may be that of different wholes
+        whole = (kind_of(tensor), spec_of_kind(tensor), key)  # one shard may be that of different wholes
         if whole not in self._made:
             made = self._change(tensor)
             if made is tensor:
@@ -108,7 +108,7 @@ class Allocator:
         if not part.ndim:
             made.zero_()
         if self.share:
-            made.share_memory_()
+            made.share_memory_()  # type: ignore[no-untyped-call]
             if self.pin and part.numel():
                 _lock(made)
         return made
@@ -116,7 +116,9 @@ class Allocator:
 
 def _lock(tensor: torch.Tensor) -> None:
     """Register shared memory with CUDA, until the tensor is gone: locked memory of the allocator cannot be shared."""
-    address, runtime = tensor.data_ptr(), torch.cuda.cudart()
+    address = tensor.data_ptr()
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
     if error := int(runtime.cudaHostRegister(address, tensor.untyped_storage().nbytes(), 1)):
         raise PinningError(f"pin_memory=True with share_memory=True: CUDA refused to lock the memory (error {error}).")
     weakref.finalize(tensor, runtime.cudaHostUnregister, address)

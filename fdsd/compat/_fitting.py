@@ -16,8 +16,9 @@ from fdsd.algebra.dtypes import check_cast
 from fdsd.comms.hooks import Machine
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.modules import is_dtensor
+from fdsd.compat._kinds import is_sharded_tensor
 from fdsd.data.errors import FdsdError
-from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
+from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 
 __all__ = ["Fit", "fit_model", "told"]
 
@@ -91,29 +92,34 @@ def _misfit(name: str, live: LiveTensor, value: Any, whole: bool) -> str | None:
             f"but received {type(value)}"
         )
     shape = live.spec.shape if live.flat is not None else tuple(target.shape)
-    given = tuple(value.spec.shape) if isinstance(value, VirtualTensor) else tuple(value.shape)
+    given, dtype = _shape_and_dtype(value)
     if given != shape and not (shape == () and given == (1,)):  # torch's files of old have scalars of one dim
         return (
             f"size mismatch for {name}: copying a param with shape {torch.Size(given)} from checkpoint, the shape in "
             f"current model is {torch.Size(shape)}."
         )
-    if isinstance(value, torch.Tensor) and value.is_meta and not target.is_meta:
+    if is_exact(value) and value.is_meta and not target.is_meta:
         return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
     if is_exact(value) and not whole and (live.flat is not None or is_dtensor(target)):
         return (
             f'While copying the parameter named "{name}": the value is a whole tensor, and the model has it sharded. '
             "Whole tensors are loaded with StateDictOptions(full_state_dict=True)."
         )
-    return _miscast(name, live, value)
+    return _miscast(name, live, value, dtype)
 
 
-def _miscast(name: str, live: LiveTensor, value: Any) -> str | None:
-    source = value.dtype
+def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if is_sharded_tensor(value):  # which warns when it is asked like a tensor
+        metadata = value.metadata()
+        return tuple(metadata.size), metadata.tensor_properties.dtype
+    return tuple(value.shape), value.dtype
+
+
+def _miscast(name: str, live: LiveTensor, value: Any, source: torch.dtype) -> str | None:
     target = live.dtype or (live.spec.dtype if live.flat is not None else live.tensor.dtype)
     if source == target:
         return None
     try:
-        spec_of(value)
         check_cast(source, target)
     except FdsdError as error:
         return f'While copying the parameter named "{name}": {error}'

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from fdsd.compat._errors import NoMapping
 from fdsd.data.errors import NameConflict, UnknownName, listing
-from fdsd.data.values import is_mapping, is_sequence
+from fdsd.data.values import is_dict, is_mapping, is_sequence
 
 __all__ = [
     "CONTAINER_TYPE",
@@ -167,10 +167,10 @@ def _set_empty(root: STATE_DICT_TYPE, container: _Container) -> None:
 
 def _restored(root: Any, container: _Container) -> Any:
     """Give a container its own type and its own keys."""
-    found = _at(root, container.path)
-    if container.kind is dict and isinstance(found, dict):
+    found: Any = _at(root, container.path)
+    if container.kind is dict and is_dict(found):
         value: Any = {container.keys.get(key, key): child for key, child in found.items()}
-    elif container.kind is tuple and isinstance(found, list):
+    elif container.kind is tuple and is_sequence(found):
         value = tuple(found)
     else:
         return root
@@ -182,11 +182,11 @@ def _restored(root: Any, container: _Container) -> Any:
 
 def _at(root: Any, path: OBJ_PATH) -> Any:
     """Give what stands at a path; ``None`` for nothing."""
-    at = root
+    at: Any = root
     for key in path:
-        if isinstance(at, dict):
+        if is_dict(at):
             at = at.get(key)
-        elif isinstance(at, list) and isinstance(key, int) and key < len(at):
+        elif is_sequence(at) and isinstance(key, int) and key < len(at):
             at = at[key]
         else:
             return None
@@ -202,20 +202,27 @@ def set_element(root_dict: Any, path: OBJ_PATH, value: Any) -> None:
     >>> root = {}; set_element(root, ("a", 1), 5); root
     {'a': [None, 5]}
     """
-    at = root_dict
-    for i, key in enumerate(path):
+    at: Any = root_dict
+    given: tuple[Any, ...] = path
+    for i, key in enumerate(given):
         is_index = isinstance(key, int) and at is not root_dict
-        if not isinstance(at, list if is_index else dict) or (is_index and key < 0):
+        if not (_is_list(at) and key >= 0 if is_index else is_dict(at)):
             raise NameConflict(
-                f"The path {path} does not go together with the others: {path[:i]} is a {type(at).__name__}, and not a "
+                f"The path {path} does not go together with the others: {path[:i]} is no "
                 f"{'list' if is_index else 'dict'} with {key!r}."
             )
-        if is_index:
-            at.extend([None] * (key + 1 - len(at)))
         if i == len(path) - 1:
-            at[key] = value
-            return
-        there = at[key] if is_index else at.get(key)
-        if there is None:
-            there = at[key] = [] if isinstance(path[i + 1], int) else {}
-        at = there
+            _put(at, key, value)
+        elif _at(at, (key,)) is None:
+            _put(at, key, [] if isinstance(path[i + 1], int) else {})
+        at = _at(at, (key,))
+
+
+def _is_list(value: object) -> bool:  # which does not narrow what is known of a type
+    return isinstance(value, list)
+
+
+def _put(at: Any, key: Any, value: Any) -> None:
+    if not is_dict(at):
+        at.extend([None] * (key + 1 - len(at)))
+    at[key] = value

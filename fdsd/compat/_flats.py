@@ -14,18 +14,21 @@ from attrs import frozen
 
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
-from fdsd.comms.fsdp1 import Flat
+from fdsd.comms.fsdp1 import Flat, FlatView
 from fdsd.comms.live import Modules
 from fdsd.comms.wrappers import FSDP1_WRAPPED, wrapped_as
-from fdsd.compat._group import placements_in, ranks_of
+from fdsd.compat._group import ranks_of
+from fdsd.compat._meetings import Meeting
 from fdsd.compat._options import StateDictOptions
 from fdsd.compat._worlds import world_over
+from fdsd.data.columns import Slot
+from fdsd.data.optim import OptimState
 from fdsd.engine.delivery import plan_delivery
 from fdsd.engine.request import Request
 from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Pieces
 
-__all__ = ["shown"]
+__all__ = ["shown", "with_rows_from_elsewhere"]
 
 Columns = Mapping[Any, Mapping[str, Any]]
 """Leaves by name of the parameter, in columns: one for a model, one for each slot of optimizers."""
@@ -55,7 +58,7 @@ def shown(columns: Columns, modules: Modules, options: StateDictOptions) -> Colu
     meetings: dict[tuple[int, ...], dict[str, Request]] = {}
     for place, leaf in lazy.items():
         if sources[place] == names[place]:
-            ranks = tuple(sorted(ranks_of(placements_in(leaf))))
+            ranks = tuple(sorted(ranks_of([cuts[place].flat.layout])))
             meetings.setdefault(ranks, {})[names[place]] = cuts[place].request(leaf)
     made: dict[str, torch.Tensor] = {}
     for ranks in sorted(meetings):  # in the same order on all ranks
@@ -162,3 +165,36 @@ def _wrappers(modules: Modules) -> Iterator[Any]:
             if wrapped_as(type(module)) == FSDP1_WRAPPED:
                 yield module
 
+
+
+def with_rows_from_elsewhere(state: OptimState, modules: Modules) -> OptimState:
+    """Add the state of parameters of which this rank holds nothing, as the ranks that hold something tell it.
+
+    With original parameters, FSDP1 gives an optimizer no state for what lies on other ranks only; every rank shows it all
+    the same. Collective, if there are flat parameters that lie over ranks.
+
+    Args:
+        state: The state of this rank's optimizers.
+        modules: The model.
+    """
+    flats: dict[Meeting, dict[str, FlatView]] = {}
+    for fqn in state.fqns:
+        view = None if (live := modules.tensors.get(fqn)) is None else live.flat
+        if view is not None and view.flat.is_sharded:
+            ranks = tuple(sorted(ranks_of([view.flat.layout])))
+            flats.setdefault(ranks, {})[fqn] = view
+    slots: dict[Slot, dict[str, Any]] = {slot: dict(column) for slot, column in state.slots.items()}
+    for ranks, views in sorted(flats.items(), key=lambda item: item[0]):
+        world = world_over(frozenset(ranks))
+        mine = [
+            (slot, fqn, column[fqn].dtype if isinstance(column[fqn], Lazy) else column[fqn])
+            for slot, column in state.slots.items()
+            for fqn in views
+            if fqn in column
+        ]
+        for slot, fqn, told in [] if world is None else [row for rows in world.agree(mine) for row in rows]:
+            column = slots.setdefault(slot, {})
+            if fqn not in column:
+                nothing = torch.empty(0, dtype=told) if isinstance(told, torch.dtype) else None
+                column[fqn] = told if nothing is None else views[fqn].of_piece(nothing)
+    return state.replace(slots=slots)

@@ -15,7 +15,7 @@ from attrs import frozen
 from fdsd.algebra.apply import defer_leaf
 from fdsd.comms.alone import this_rank
 from fdsd.compat._errors import LoadError, NoMapping
-from fdsd.compat._kinds import kind_of, parts_of
+from fdsd.compat._kinds import kind_of, parts_of, spec_of_kind
 from fdsd.compat._rank0 import RankZero
 from fdsd.compat._slots import Slot
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
@@ -145,7 +145,7 @@ def _tie_of(entry: Any) -> Hashable | None:
     """Give what is equal for entries that are one tensor."""
     if not isinstance(entry, torch.Tensor):
         return None
-    return kind_of(entry), tuple(entry.shape), tuple([tie_key(part) for part in parts_of(entry)])
+    return kind_of(entry), spec_of_kind(entry), tuple([tie_key(part) for part in parts_of(entry)])
 
 
 def spread(

@@ -11,16 +11,13 @@ from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.comms.alone import this_rank
-from fdsd.comms.live import Modules
-from fdsd.comms.modules import is_dtensor, layout_of
-from fdsd.compat._options import StateDictOptions
 from fdsd.data.errors import Unsupported
 from fdsd.data.protocols import World
 from fdsd.engine.overwriting import placement_of
 from fdsd.layout.layout import Layout
 from fdsd.layout.placed import Placement
 
-__all__ = ["default_world", "has_group", "placements_in", "placements_of", "ranks_of", "world_of_load", "world_of_ranks"]
+__all__ = ["default_world", "has_group", "placements_in", "ranks_of", "world_of_ranks"]
 
 
 def has_group() -> bool:
@@ -58,19 +55,6 @@ def ranks_of(placements: Iterable[Placement | None]) -> frozenset[int]:
     return frozenset(found)
 
 
-def placements_of(modules: Modules) -> list[Placement]:
-    """Say how the tensors of a model lie over ranks, once for each mesh; nothing of those that do not."""
-    found: dict[int, Placement] = {}
-    for live in modules.tensors.values():
-        if live.flat is not None:
-            found.setdefault(id(live.flat.flat), live.flat.flat.layout)
-        elif is_dtensor(live.tensor):
-            mesh: Any = live.tensor
-            if id(mesh.device_mesh) not in found and (layout := layout_of(live)) is not None:
-                found[id(mesh.device_mesh)] = layout
-    return list(found.values())
-
-
 def placements_in(node: Lazy) -> list[Placement]:
     """Say how the source tensors of an expression lie over ranks; nothing of those that do not."""
     found = [placement_of(each.op) for each in walk([node]) if isinstance(each.op, Origin)]
@@ -101,9 +85,3 @@ def world_of_ranks(ranks: frozenset[int]) -> World | None:
         "torch.distributed.new_group(ranks) on all of them."
     )
 
-
-def world_of_load(modules: Modules, options: StateDictOptions) -> World | None:
-    """Give the ranks that a load has to agree with: all, if rank 0 gives for all; else those that have parts."""
-    if options.broadcast_from_rank0:
-        return default_world()
-    return world_of_ranks(ranks_of(placements_of(modules)))

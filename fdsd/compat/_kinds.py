@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from fdsd.comms.dtensors import local_of_dtensor, make_like
+from fdsd.data.spec import TensorSpec
 
-__all__ = ["is_dtensor", "is_sharded_tensor", "kind_of", "misfit", "parts_of", "with_parts"]
+__all__ = ["is_dtensor", "is_sharded_tensor", "kind_of", "misfit", "parts_of", "spec_of_kind", "with_parts"]
 
 
 def is_dtensor(value: object) -> bool:
@@ -52,6 +54,18 @@ def parts_of(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
+def spec_of_kind(tensor: Any) -> TensorSpec:
+    """Give the spec of the whole tensor; torch warns of ShardedTensor whenever one is asked by way of its attributes.
+
+    >>> spec_of_kind(torch.ones(2))
+    TensorSpec((2,), torch.float32)
+    """
+    if isinstance(tensor, ShardedTensor):
+        metadata = tensor.metadata()
+        return TensorSpec(tuple(metadata.size), metadata.tensor_properties.dtype)
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+
 def with_parts(like: Any, parts: Sequence[torch.Tensor]) -> Any:
     """Make a tensor of other parts, of the class and layout of a given one.
 
@@ -67,18 +81,17 @@ def with_parts(like: Any, parts: Sequence[torch.Tensor]) -> Any:
     return _sharded_like(like, parts) if isinstance(like, ShardedTensor) else parts[0]
 
 
-def _sharded_like(like: ShardedTensor, parts: Sequence[torch.Tensor]) -> ShardedTensor:
+def _sharded_like(like: Any, parts: Sequence[torch.Tensor]) -> Any:
     metadata = copy.deepcopy(like.metadata())
-    device = parts[0].device
-    for shard in metadata.shards_metadata:  # a shard that says another device than its tensor's is refused
-        shard.placement._device = device  # type: ignore[union-attr]
-    shards: list[Shard] = []
-    for shard, part in zip(like.local_shards(), parts, strict=True):
-        own = copy.deepcopy(shard.metadata)
-        own.placement._device = device  # type: ignore[union-attr]
-        shards.append(Shard(part, own))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=metadata, process_group=like._process_group, init_rrefs=like._init_rrefs
+    own: list[Any] = [copy.deepcopy(shard.metadata) for shard in like.local_shards()]
+    for each in (*metadata.shards_metadata, *own):
+        each.placement._device = parts[0].device  # a shard that says another device than its tensor's is refused
+    make: Any = ShardedTensor
+    return make._init_from_local_shards_and_global_metadata(
+        [Shard(part, of) for part, of in zip(parts, own, strict=True)],
+        sharded_tensor_metadata=metadata,
+        process_group=like._process_group,
+        init_rrefs=like._init_rrefs,
     )
 
 
@@ -100,11 +113,13 @@ def misfit(source: Any, target: Any) -> str | None:
     kind = kind_of(source)
     if kind is not kind_of(target):
         return f"it is a {kind.__name__} against a {kind_of(target).__name__}"
-    if source.shape != target.shape:
-        return f"it has the shape {tuple(source.shape)} against {tuple(target.shape)}"
+    whole, other = spec_of_kind(source).shape, spec_of_kind(target).shape
+    if whole != other:
+        return f"it has the shape {whole} against {other}"
     ours, theirs = parts_of(source), parts_of(target)
     if kind is DTensor:
-        same_mesh = torch.equal(source.device_mesh.mesh, target.device_mesh.mesh)
+        mesh, theirs_mesh = source.device_mesh, target.device_mesh
+        same_mesh = mesh == theirs_mesh or torch.equal(mesh.mesh, theirs_mesh.mesh)
         if not same_mesh or source.placements != target.placements:
             return f"it lies as {source.placements} against {target.placements}, or over other ranks"
     shapes = [[tuple(part.shape) for part in parts] for parts in (ours, theirs)]

@@ -6,7 +6,7 @@ What fits, and where, was found before; modules that load by code of their own a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.modules import is_dtensor, layout_of, memory_of
 from fdsd.compat._copying import copy_pairs, prepared
 from fdsd.compat._fitting import Fit
-from fdsd.compat._group import placements_in
+from fdsd.compat._kinds import is_sharded_tensor
 from fdsd.compat._machines import Backup, Ran, run_machine
+from fdsd.compat._meetings import Meeting, Meetings
 from fdsd.compat._rank0 import RankZero
 from fdsd.data.errors import listing
-from fdsd.data.protocols import World
 from fdsd.data.spec import is_exact
-from fdsd.engine.delivery import plan_delivery
 from fdsd.engine.request import Request
 from fdsd.layout.wants import local_shape_of
 
@@ -42,6 +41,7 @@ class Load:
         modules: The model.
         fit: What goes where.
         state: The values.
+        meetings: Who may meet for values that come from other ranks.
         from_zero: The tensors that rank 0 has for all, if it has.
         device: Where plain tensors go that have no memory yet; by default where the value is.
     """
@@ -49,12 +49,16 @@ class Load:
     modules: Modules
     fit: Fit
     state: Mapping[str, Any]
+    meetings: Sequence[Meeting] = ()
     from_zero: RankZero | None = None
     device: torch.device | None = None
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(factory=list)
-    requests: dict[str, Request] = field(factory=dict)
-    for_machines: dict[str, Request] = field(factory=dict)
+    requests: Meetings = field(init=False)
+    for_machines: Meetings = field(init=False)
     fresh: dict[str, torch.Tensor] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.requests, self.for_machines = Meetings(self.meetings), Meetings(self.meetings)
 
     def plan(self) -> None:
         """Find out what has to be done; nothing is written."""
@@ -62,31 +66,29 @@ class Load:
         for name, source in self.fit.loads.items():
             live = tensors[name]
             if not self._is_direct(live, self.state[source]):
-                self.requests[name] = self._request(live, source, fresh=is_meta(live))
+                self._ask(self.requests, name, self._request(live, source, fresh=is_meta(live)))
         for names in self.fit.machines.values():
             for name in names:
                 if self._is_wanted(name):
                     known = tensors.get(name)
-                    self.for_machines[name] = (
-                        Request(self._node(name), None, everyone=False)
-                        if known is None
-                        else self._request(known, name, fresh=True)
-                    )
+                    whole = Request(self._node(name), None, everyone=False)
+                    request = whole if known is None else self._request(known, name, fresh=True)
+                    self._ask(self.for_machines, name, request)
+
+    def _ask(self, meetings: Meetings, name: str, request: Request) -> None:
+        meetings.add(name, request, everywhere=self.from_zero is not None)
 
     @property
-    def is_collective(self) -> bool:
-        """Whether values come from other ranks."""
-        if self.from_zero is not None:
-            return True
-        requests = (*self.requests.values(), *self.for_machines.values())
-        return any(request.node is not None and placements_in(request.node) for request in requests)
+    def collective(self) -> set[Meeting]:
+        """The meetings in which values come from other ranks."""
+        return self.requests.collective | self.for_machines.collective
 
     def _is_direct(self, live: LiveTensor, value: Any) -> bool:
         """Note a copy that needs no plan and nobody else; tell whether this is one."""
         target: Any = live.tensor
         if self.from_zero is not None or live.flat is not None or not isinstance(value, torch.Tensor):
             return False
-        if value.is_meta:
+        if not is_sharded_tensor(value) and value.is_meta:
             return True  # a meta model that is given its own tensors
         if is_exact(target) and is_exact(value):
             if target.is_meta:
@@ -131,13 +133,13 @@ class Load:
             return name in self.from_zero
         return live is not None and is_dtensor(live.tensor) and is_exact(value)
 
-    def run_machines(self, world: World | None) -> tuple[Ran, Backup]:
-        """Let modules with code of their own load. Collective with a world.
+    def run_machines(self, agreed: Collection[Meeting]) -> tuple[Ran, Backup]:
+        """Let modules with code of their own load. Collective in the meetings that were agreed on.
 
         Returns:
             What they found, and a way back.
         """
-        made = dict(plan_delivery(self.for_machines, world, rank=this_rank()).run()) if self.for_machines or world is not None else {}
+        made = self.for_machines.run(agreed)
         backup = Backup([machine.module for machine in self.fit.machines])
         ran = Ran([], [], [])
         metadata = getattr(self.state, "_metadata", None)
@@ -155,11 +157,10 @@ class Load:
         live = self.modules.tensors.get(name)
         return made[name] if live is None else like_live(live, made[name])
 
-    def write(self, world: World | None) -> None:
-        """Write the values into the model, install new memory, hand on extra states. Collective with a world."""
-        outs = [request.out for request in self.requests.values() if request.out is not None]
-        pairs = prepared(self.pairs, outs)
-        made = dict(plan_delivery(self.requests, world, rank=this_rank()).run()) if self.requests or world is not None else {}
+    def write(self, agreed: Collection[Meeting]) -> None:
+        """Write the values into the model, install new memory, hand on extra states. Collective likewise."""
+        pairs = prepared(self.pairs, self.requests.outs)
+        made = self.requests.run(agreed)
         copy_pairs(pairs)
         self._finish(made)
 

@@ -15,8 +15,9 @@ from fdsd.comms.live import Modules
 from fdsd.compat._errors import LoadError, NoMapping, OptionError
 from fdsd.compat._fitting import fit_model, told
 from fdsd.compat._fqns import FLAT_PARAM, prefix_of
-from fdsd.compat._group import world_of_load
+from fdsd.compat._group import default_world
 from fdsd.compat._loading import Load
+from fdsd.compat._meetings import Meeting, meetings_of
 from fdsd.compat._model import expected_names, refuse_empty
 from fdsd.compat._options import StateDictOptions
 from fdsd.compat._rank0 import RankZero, announced, outline_of_model
@@ -81,7 +82,7 @@ class ModelLoading:
 
     model: nn.Module
     options: StateDictOptions
-    world: World | None
+    meetings: list[Meeting]
     load: Load | None
     verdict: Findings
     names: Collection[str]
@@ -109,27 +110,27 @@ class ModelLoading:
         Raises:
             LoadError: It does not fit.
         """
-        world = world_of_load(modules, options)
         names = expected_names(modules, options)
-        mine, load = Findings(), None
+        mine, load, fault = Findings(), None, None
         try:
             state = by_name(model, state, options)
             refuse_empty(state, options, excused=may_be_empty)
         except Exception as error:  # the other ranks have to hear of it
-            mine.fault = error
-        if options.broadcast_from_rank0 and world is not None:
-            state = announced(state, world, outline_of_model, mine.fault)
-        if mine.fault is None:
+            fault = error
+        meetings = meetings_of(modules, () if fault else state.values(), options)
+        if options.broadcast_from_rank0 and (world := default_world()) is not None:
+            state = announced(state, world, outline_of_model, fault)
+        if fault is None:
             try:
-                load = Load(modules, fit_model(modules, names, state, whole=options.full_state_dict), state)
-                mine = _planned(load, options, world)
+                load = Load(modules, fit_model(modules, names, state, whole=options.full_state_dict), state, meetings)
+                mine = _planned(load, options)
             except Exception as error:
-                mine.fault = error
-        verdict = agreed(mine, world, everywhere=options.broadcast_from_rank0)
+                fault = error
+        verdict = agreed(mine, fault, meetings)
         is_nothing = verdict.is_empty and (may_be_empty or not options.broadcast_from_rank0)
         if not is_nothing:
             _refuse(verdict, options, model)
-        return cls(model, options, world, None if is_nothing else load, verdict, names, may_be_empty)
+        return cls(model, options, meetings, None if is_nothing else load, verdict, names, may_be_empty)
 
     def write(self) -> _IncompatibleKeys:
         """Write it.
@@ -142,18 +143,19 @@ class ModelLoading:
         verdict, fit = self.verdict, self.load.fit
         if verdict.has_machines:
             verdict = self._run_machines(self.load)
-        self.load.write(self.world if verdict.is_collective else None)
-        everywhere = self.options.broadcast_from_rank0
-        return _IncompatibleKeys(fit.missing, verdict.unexpected if everywhere else fit.unexpected)
+        self.load.write(self.verdict.collective)
+        everywhere = self.options.broadcast_from_rank0  # all got one state dict, of which others may want more
+        return _IncompatibleKeys(fit.missing, verdict.common if everywhere else fit.unexpected)
 
     def _run_machines(self, load: Load) -> Findings:
         """Let modules load that do so themselves; if anything is wrong then, all is put back on all ranks."""
-        ran, backup = load.run_machines(self.world if self.verdict.is_collective else None)
-        load.fit.missing += ran.missing
-        load.fit.unexpected += ran.unexpected
-        mine = Findings(load.fit.missing, load.fit.unexpected, ran.errors, None, self.verdict.is_collective)
+        ran, backup = load.run_machines(self.verdict.collective)
+        fit = load.fit
+        fit.missing += ran.missing
+        fit.unexpected += ran.unexpected
         try:
-            found = agreed(mine, self.world, everywhere=self.options.broadcast_from_rank0)
+            mine = Findings(fit.missing, fit.unexpected, fit.unexpected, ran.errors)
+            found = agreed(mine, None, self.meetings)
             _refuse(found, self.options, self.model)
         except BaseException:
             backup.put_back()
@@ -161,7 +163,8 @@ class ModelLoading:
         return found
 
 
-def _planned(load: Load, options: StateDictOptions, world: World | None) -> Findings:
+def _planned(load: Load, options: StateDictOptions) -> Findings:
+    world = default_world() if options.full_state_dict else None
     if options.full_state_dict:
         load.device = _device(load.modules, world)
     if options.broadcast_from_rank0 and world is not None:
@@ -169,7 +172,14 @@ def _planned(load: Load, options: StateDictOptions, world: World | None) -> Find
     load.plan()
     fit = load.fit
     return Findings(
-        fit.missing, fit.unexpected, fit.errors, None, load.is_collective, not load.state, bool(fit.machines)
+        fit.missing,
+        fit.unexpected,
+        fit.unexpected,
+        fit.errors,
+        [],
+        load.collective,
+        not load.state,
+        bool(fit.machines),
     )
 
 
@@ -193,6 +203,10 @@ def _device(modules: Modules, world: World | None) -> torch.device | None:
 
 
 def _refuse(verdict: Findings, options: StateDictOptions, model: nn.Module) -> None:
-    missing, unexpected = (verdict.missing, verdict.unexpected) if options.strict else ([], [])
+    missing, unexpected = verdict.missing, verdict.unexpected
+    if options.broadcast_from_rank0:
+        unexpected = verdict.common
+    if not options.strict:
+        missing, unexpected = [], []
     if missing or unexpected or verdict.errors:
         raise LoadError(told(missing, unexpected, verdict.errors, type(model).__name__))

@@ -16,7 +16,7 @@ import torch
 from attrs import define, field
 
 from fdsd.compat._errors import ValueTypeError
-from fdsd.data.values import is_mapping
+from fdsd.data.values import is_mapping, is_sequence
 
 __all__ = ["Pairs", "Path", "leaves_of", "mapped", "named", "nothing_of", "pairs_of", "type_fault"]
 
@@ -25,6 +25,7 @@ Path = tuple[Any, ...]
 
 _PLAIN = (int, float, str, bytes, io.BytesIO, type(None))
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 def named(path: Path) -> str:
@@ -66,7 +67,7 @@ def _items(tree: Any) -> list[tuple[Any, Any]] | None:
     """Give the children of a container by key or index; ``None`` for a leaf."""
     if is_mapping(tree):
         return list(tree.items())
-    return list(enumerate(tree)) if isinstance(tree, list | tuple) else None
+    return list(enumerate(tree)) if is_sequence(tree) else None
 
 
 @_bounded
@@ -102,7 +103,7 @@ def type_fault(leaves: Mapping[Path, Any]) -> ValueTypeError | None:
     ValueTypeError("Unexpected value type <class 'set'> at 'b'. A state dict that is gathered, moved or copied holds \
 tensors, int, float, str, bytes, BytesIO, None, and dicts, lists and tuples of them; type_check=False copies others.")
     """
-    wrong: dict[type, list[str]] = {}
+    wrong: dict[Any, list[str]] = {}
     for path, leaf in leaves.items():
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             wrong.setdefault(type(leaf), []).append(named(path))
@@ -197,13 +198,17 @@ def _keys(items: list[tuple[Any, Any]]) -> str:
 def _kind(value: Any) -> str:
     if is_mapping(value):
         return "a dict"
-    return f"a {next((kind for kind in (list, tuple) if isinstance(value, kind)), type(value)).__name__}"
+    if is_sequence(value):
+        return "a list" if isinstance(value, list) else "a tuple"
+    return f"a {type(value).__name__}"
 
 
-def nothing_of(tree: Any) -> Any:
+def nothing_of(tree: _T) -> _T:
     """Give what ranks get that get nothing of a state dict, or of a leaf.
 
     >>> nothing_of({"a": 1}), nothing_of(torch.ones(2))
     ({}, None)
     """
-    return {} if is_mapping(tree) else None
+    nothing: Any = {} if is_mapping(tree) else None
+    made: _T = nothing
+    return made

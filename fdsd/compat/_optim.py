@@ -14,7 +14,7 @@ from fdsd.comms.live_optimizers import LiveOptimizer, live_optimizers
 from fdsd.comms.optimizer_templates import read_or_template
 from fdsd.comms.optimizers import merged, read_optimizers
 from fdsd.compat._errors import LoadError, NoMapping
-from fdsd.compat._flats import shown
+from fdsd.compat._flats import shown, with_rows_from_elsewhere
 from fdsd.compat._options import StateDictOptions
 from fdsd.data.columns import as_path
 from fdsd.data.errors import Unsupported, listing
@@ -61,7 +61,7 @@ def own_methods(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 def shown_state(modules: Modules, optimizers: Sequence[Optimizer], options: StateDictOptions) -> OptimState:
     """Read the state of optimizers as torch shows it. Collective, if FSDP1 has flat parameters."""
-    state = read_state(modules, optimizers)
+    state = with_rows_from_elsewhere(read_state(modules, optimizers), modules)
     return state.replace(slots=shown(state.slots, modules, options))
 
 

@@ -5,7 +5,7 @@ Where values lie in live optimizers, and how they are put there, ``comms`` knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,16 @@ from fdsd.comms.optimizer_targets import SlotTarget, slot_targets
 from fdsd.comms.optimizer_writing import check_write, write_optimizers
 from fdsd.compat._copying import Pair, copy_pairs, prepared
 from fdsd.compat._errors import LoadError
-from fdsd.compat._group import placements_in, world_of_load
+from fdsd.compat._group import default_world, has_group
+from fdsd.compat._meetings import Meeting, Meetings, meetings_of
+from fdsd.compat._nested import leaves_of
 from fdsd.compat._optim import as_state, is_by_id, own_methods, without_unused
 from fdsd.compat._options import StateDictOptions
 from fdsd.compat._rank0 import RankZero, announced, outline_of_tree
 from fdsd.compat._verdict import Findings, agreed
 from fdsd.data.columns import Slot, as_path
 from fdsd.data.optim import OptimState
-from fdsd.data.protocols import World
 from fdsd.data.spec import TensorSpec, is_exact
-from fdsd.engine.delivery import plan_delivery
 from fdsd.engine.request import Request
 from fdsd.layout.wants import local_shape_of
 
@@ -51,12 +51,16 @@ class _Plan:
     """What has to be done with each value: taken from this process, or asked for."""
 
     targets: Mapping[Place, SlotTarget]
+    everywhere: bool  # rank 0 gives for all
+    known: Sequence[Meeting]
     here: dict[Place, torch.Tensor] = field(factory=dict)
     nodes: dict[Place, Lazy | None] = field(factory=dict)
 
     @classmethod
-    def of(cls, state: OptimState, targets: Mapping[Place, SlotTarget], from_zero: RankZero | None) -> _Plan:
-        plan = cls(targets)
+    def of(
+        cls, state: OptimState, targets: Mapping[Place, SlotTarget], from_zero: RankZero | None, known: Sequence[Meeting]
+    ) -> _Plan:
+        plan = cls(targets, from_zero is not None, known)
         for place, target in targets.items():
             value: Any = state.slots[place[0]][place[1]]
             if from_zero is not None:
@@ -67,12 +71,17 @@ class _Plan:
                 plan.nodes[place] = target.flatten(defer_leaf(value, _name(place)))
         return plan
 
-    @property
-    def is_collective(self) -> bool:
-        """Whether values come from other ranks."""
-        return any(node is None or placements_in(node) for node in self.nodes.values())
+    def meetings(self, outs: Mapping[Place, torch.Tensor | None]) -> Meetings:
+        """Sort what is asked for by the ranks that have to meet."""
+        made = Meetings(self.known)
+        for place, node in self.nodes.items():
+            target = self.targets[place]
+            out = outs.get(place)
+            request = Request(node, target.placement, False, out, target.spec.dtype)
+            made.add(_name(place), request, everywhere=self.everywhere)
+        return made
 
-    def carried_out(self, world: World | None) -> dict[Place, torch.Tensor]:
+    def carried_out(self, agreed: Collection[Meeting]) -> dict[Place, torch.Tensor]:
         """Bring all values to where they are wanted, and give them as ``write_optimizers`` takes them."""
         outs = {place: self._memory(place) for place in (*self.here, *self.nodes)}
         pairs: list[Pair] = []
@@ -80,12 +89,9 @@ class _Plan:
             out = outs[place]
             assert out is not None  # each rank has a local tensor of what it gave one of
             pairs.append((local, out))
-        pairs = prepared(pairs, [out for place in self.nodes if (out := outs[place]) is not None])
-        requests = {
-            _name(place): Request(node, self.targets[place].placement, False, outs[place], self.targets[place].spec.dtype)
-            for place, node in self.nodes.items()
-        }
-        made = dict(plan_delivery(requests, world, rank=this_rank()).run()) if requests or world is not None else {}
+        meetings = self.meetings(outs)
+        pairs = prepared(pairs, meetings.outs)
+        made = meetings.run(agreed)
         copy_pairs(pairs)
         found: dict[Place, torch.Tensor] = {}
         for place, out in outs.items():
@@ -101,8 +107,9 @@ class _Plan:
             return target.memory
         shape = target.spec.shape if not target.is_flat else (target.spec.numel,)
         local = local_shape_of(target.placement, shape, this_rank())
-        if local is None:
+        if local is None and not target.is_flat:
             return None
+        local = (0,) if local is None else local  # of a parameter that lies on other ranks only
         return torch.empty(local, dtype=target.spec.dtype, device=target.device)
 
 
@@ -125,7 +132,7 @@ class OptimLoading:
     modules: Modules
     optimizers: Sequence[Optimizer]
     options: StateDictOptions
-    world: World | None
+    collective: Collection[Meeting]
     state: OptimState | None
     plan: _Plan | None
 
@@ -144,9 +151,9 @@ class OptimLoading:
         Raises:
             LoadError: It does not fit.
         """
-        world = world_of_load(modules, options)
-        mine, state, plan = Findings(), None, None
-        if options.broadcast_from_rank0 and world is not None:
+        mine, state, plan, fault = Findings(), None, None, None
+        meetings = meetings_of(modules, leaves_of(osd).values() if isinstance(osd, Mapping) else (), options)
+        if options.broadcast_from_rank0 and (world := default_world()) is not None:
             osd = announced(osd, world, outline_of_tree, None)
         try:
             if not osd:
@@ -154,26 +161,26 @@ class OptimLoading:
             else:
                 with own_methods(optimizers):
                     state = without_unused(as_state(osd, modules, optimizers, options))
-                    plan, mine = _planned(state, modules, optimizers, options, world, by_id=is_by_id(osd))
+                    plan, mine = _planned(state, modules, optimizers, options, meetings, by_id=is_by_id(osd))
         except Exception as error:  # the other ranks have to hear of it
-            mine.fault = error
-        verdict = agreed(mine, world)
+            fault = error
+        verdict = agreed(mine, fault, meetings)
         if verdict.is_empty:
-            return cls(modules, optimizers, options, world, None, None)
+            return cls(modules, optimizers, options, (), None, None)
         if verdict.errors:
             raise LoadError("\n".join(verdict.errors))
-        return cls(modules, optimizers, options, world if verdict.is_collective else None, state, plan)
+        return cls(modules, optimizers, options, verdict.collective, state, plan)
 
     def write(self) -> None:
         """Write it. Collective, if values come from other ranks."""
         if self.state is None or self.plan is None:
             return
-        made = self.plan.carried_out(self.world)
+        made = self.plan.carried_out(self.collective)
         slots = {
             slot: {
                 fqn: made[slot, fqn] if (slot, fqn) in made else fresh_copy(value)
                 for fqn, value in column.items()
-                if (slot, fqn) in made or not isinstance(value, TensorSpec)
+                if (slot, fqn) in made or (slot, fqn) not in self.plan.targets
             }
             for slot, column in self.state.slots.items()
         }
@@ -209,7 +216,7 @@ def _planned(
     modules: Modules,
     optimizers: Sequence[Optimizer],
     options: StateDictOptions,
-    world: World | None,
+    meetings: Sequence[Meeting],
     *,
     by_id: bool,
 ) -> tuple[_Plan, Findings]:
@@ -225,7 +232,7 @@ def _planned(
             if target.placement is not None and is_exact(state.slots[slot][fqn])
         ]
     from_zero = None
-    if options.broadcast_from_rank0 and world is not None:
+    if options.broadcast_from_rank0 and has_group():
         from_zero = RankZero({_name((slot, fqn)): state.slots[slot][fqn] for slot, fqn in targets})
-    plan = _Plan.of(state, targets, from_zero)
-    return plan, Findings(errors=errors, is_collective=plan.is_collective)
+    plan = _Plan.of(state, targets, from_zero, meetings)
+    return plan, Findings(errors=errors, collective=plan.meetings({}).collective)

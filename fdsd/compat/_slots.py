@@ -13,7 +13,7 @@ from attrs import frozen
 
 from fdsd.comms.alone import this_rank
 from fdsd.comms.dtensors import layout_of_dtensor
-from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of, with_parts
+from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of, spec_of_kind, with_parts
 from fdsd.data.errors import SpecMismatch, Unsupported
 from fdsd.data.spec import TensorSpec
 from fdsd.layout.pieces import Pieces
@@ -70,13 +70,13 @@ class Slot:
         """
         if local is None:
             return cls.nowhere(spec)
-        if isinstance(local, torch.Tensor) and tuple(local.shape) != spec.shape:
-            raise SpecMismatch(f"the whole tensor has the shape {spec.shape}, and the local entry {tuple(local.shape)}")
+        own = spec_of_kind(local) if isinstance(local, torch.Tensor) else spec
+        if own.shape != spec.shape:
+            raise SpecMismatch(f"the whole tensor has the shape {spec.shape}, and the local entry {own.shape}")
         target = _target(local)
         device = _CPU if offload else device
         if target is None:
-            dtype = local.dtype if isinstance(local, torch.Tensor) else spec.dtype
-            made = torch.empty(spec.shape, dtype=dtype, device=_CPU if not spec.ndim else device)
+            made = torch.empty(spec.shape, dtype=own.dtype, device=_CPU if not spec.ndim else device)
             return cls(None, made, made)
         shape = local_shape_of(target, spec.shape, this_rank())
         if shape is None:
@@ -96,6 +96,6 @@ def _target(local: Any) -> Target:
         return None
     shards = local.local_shards()
     if len(shards) > 1:
-        raise Unsupported(f"this rank has {len(shards)} shards of a ShardedTensor {tuple(local.shape)}; use DTensor.")
+        raise Unsupported(f"this rank has {len(shards)} shards of a ShardedTensor {spec_of_kind(local)}; use DTensor.")
     boxes = [(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards]
-    return Pieces.of(len(local.shape), [(box, [this_rank()]) for box in boxes])
+    return Pieces.of(spec_of_kind(local).ndim, [(box, [this_rank()]) for box in boxes])

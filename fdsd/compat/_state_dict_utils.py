@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,19 +33,42 @@ from fdsd.compat._nested import Path, leaves_of, mapped, named, nothing_of, type
 from fdsd.compat._slots import Slot
 from fdsd.compat._whole import gathered, lies_over_ranks
 from fdsd.compat._worlds import is_among, numbers_of, world_in
+from fdsd.data.values import is_sequence
 
-__all__ = ["CONTAINER_TYPE", "FLATTEN_MAPPING", "OBJ_PATH", "PATH_ITEM", "STATE_DICT_TYPE", "CompanionMismatch"]
+__all__ = [
+    "CONTAINER_TYPE",
+    "FLATTEN_MAPPING",
+    "OBJ_PATH",
+    "PATH_ITEM",
+    "STATE_DICT_TYPE",
+    "CompanionMismatch",
+    "_TensorInfo",
+    "_all_gather_sharded_tensor",
+    "_broadcast_state_dict",
+    "_broadcast_tensors",
+    "_check_state_dict_similarity",
+    "_copy_state_dict",
+    "_create_cpu_state_dict",
+    "_distribute_state_dict",
+    "_distribute_tensors",
+    "_flatten_state_dict",
+    "_gather_state_dict",
+    "_identity_func",
+    "_iterate_state_dict",
+    "_offload_state_dict_to_cpu",
+    "_set_element",
+    "_traverse_state_dict",
+    "_unflatten_state_dict",
+]
 
 _CPU = torch.device("cpu")
+_T = TypeVar("_T")
 _TensorFunc = Callable[[Any, Any, Any, Any], Any]
 
 
 class _TensorInfo(NamedTuple):
     size: torch.Size
     dtype: torch.dtype
-
-
-# -- whole tensors, and tensors on the CPU ---------------------------------------------------------------------------
 
 
 def _gather_state_dict(
@@ -179,9 +202,6 @@ def _check_state_dict_similarity(state_dict: dict[str, Any], compared_state_dict
     return are_alike(state_dict, compared_state_dict)
 
 
-# -- from whole tensors to the entries of each rank ------------------------------------------------------------------
-
-
 def _broadcast_state_dict(
     full_state_dict: dict[str, Any],
     local_state_dict: dict[str, Any],
@@ -269,10 +289,8 @@ def _distribute_tensors(
     Raises:
         SpecMismatch: Shapes differ; nothing is written.
     """
-    pairs = {key: local_state_dict.get(key) for key in keys}
-    found = {key: pair for key, pair in pairs.items() if isinstance(pair, (tuple, list))}
-    entries = {key: entry for key, (entry, _) in found.items()}
-    wholes = {key: whole for key, (_, whole) in found.items()}
+    pairs = {key: pair for key in keys if is_sequence(pair := local_state_dict.get(key)) and len(pair) == 2}
+    entries, wholes = ({key: pair[i] for key, pair in pairs.items()} for i in (0, 1))
     put(local_state_dict, cut_here(wholes, entries, partial(Slot.of, device=torch.device(device))))
 
 
@@ -283,15 +301,7 @@ def _broadcast_tensors(
     device: torch.device,
     pg: dist.ProcessGroup | None = None,
 ) -> None:
-    """Bring some tensors of rank 0 into the local state dict of each rank; others know their shapes and dtypes.
-
-    Args:
-        full_state_dict: On rank 0 whole tensors; elsewhere what tells their shapes.
-        local_state_dict: Is changed, as ``_broadcast_state_dict`` does.
-        keys: The names.
-        device: Where new memory is made.
-        pg: The ranks; all if left out.
-    """
+    """Do as ``_broadcast_state_dict`` with tensors of which the other ranks know, and give, the shape and dtype."""
     world = world_in(pg)
     specs = {key: spec_told(full_state_dict[key]) for key in keys}
     said = Announced(specs, {key: key for key in keys}, {})
@@ -300,47 +310,10 @@ def _broadcast_tensors(
     put(local_state_dict, slots)
 
 
-# -- one table by dotted names ---------------------------------------------------------------------------------------
-
-
-def _flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
-    """Flatten nested dicts, lists and tuples to one table by dotted names.
-
-    Returns:
-        The leaves by name, and the path of each.
-
-    Raises:
-        NameConflict: Two leaves would have one name.
-
-    >>> _flatten_state_dict({"a": {"b": 1}})
-    ({'a.b': 1}, {'a.b': ('a', 'b')})
-    """
-    return flatten(state_dict)
-
-
-def _unflatten_state_dict(state_dict: STATE_DICT_TYPE, mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:
-    """Undo ``_flatten_state_dict``: with its own mapping, tuples, keys and empty containers are as they were.
-
-    Raises:
-        UnknownName: The mapping lacks a name.
-
-    >>> _unflatten_state_dict(*_flatten_state_dict({"betas": (0.9, 0.99), "state": {}}))
-    {'betas': (0.9, 0.99), 'state': {}}
-    """
-    return unflatten(state_dict, mapping)
-
-
-def _traverse_state_dict(state_dict: STATE_DICT_TYPE, visitor: Callable[[OBJ_PATH, Any], None]) -> None:
-    """Visit each leaf of nested dicts, lists and tuples with its path."""
-    traverse(state_dict, visitor)
-
-
-def _set_element(root_dict: STATE_DICT_TYPE, path: OBJ_PATH, value: Any) -> None:
-    """Put a value at a path, and make the dicts and lists on the way."""
-    set_element(root_dict, path, value)
-
-
-# -- what others build on --------------------------------------------------------------------------------------------
+_flatten_state_dict = flatten
+_unflatten_state_dict = unflatten
+_traverse_state_dict = traverse
+_set_element = set_element
 
 
 def _iterate_state_dict(
@@ -408,11 +381,9 @@ def _all_gather_sharded_tensor(
     return whole
 
 
-# -- the parts of the above ------------------------------------------------------------------------------------------
-
-
-def _changed(tree: Any, change: Callable[[Path, Any], Any]) -> Any:
-    return mapped(tree, lambda path, leaf: change(path, leaf) if isinstance(leaf, torch.Tensor) else leaf)
+def _changed(tree: _T, change: Callable[[Path, Any], Any]) -> _T:
+    made: _T = mapped(tree, lambda path, leaf: change(path, leaf) if isinstance(leaf, torch.Tensor) else leaf)
+    return made
 
 
 def _as_it_is(tensor: Any) -> Any:

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import define, field, frozen
 
 from fdsd.algebra.apply import defer_leaf
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
 from fdsd.compat._cpu_memory import Once
-from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of
+from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of, spec_of_kind
 from fdsd.compat._worlds import world_over
 from fdsd.data.errors import FdsdError, add_note
+from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import tie_key
 from fdsd.engine.delivery import plan_delivery
 from fdsd.engine.request import Request
@@ -38,26 +39,47 @@ class _Where:
     """On which ranks a tensor lies, and where its whole goes.
 
     Attributes:
-        ranks: All that have to take part.
+        ranks: All that have to take part, ascending.
         device: Of the whole.
         is_here: Whether nothing has to travel: each rank has all of it, or this one nothing at all.
     """
 
-    ranks: frozenset[int]
+    ranks: tuple[int, ...]
     device: torch.device
     is_here: bool
 
-    @classmethod
-    def of(cls, tensor: Any, group: Any, device: torch.device | None, spare: torch.device | None) -> _Where:
+
+@define
+class _Places:
+    """Finds out where tensors lie; asks each mesh once, since versions of torch compute what it says each time.
+
+    Attributes:
+        group: Over which ShardedTensors lie; their own group if left out.
+        device: Where whole tensors go; that of the mesh, or of the local shard, if left out.
+        spare: The same for a ShardedTensor without a local shard.
+    """
+
+    group: Any
+    device: torch.device | None
+    spare: torch.device | None
+    _known: dict[Any, tuple[Any, _Where]] = field(factory=dict)
+
+    def of(self, tensor: Any) -> _Where:
         if is_dtensor(tensor):
             mesh = tensor.device_mesh
-            ranks = frozenset(map(int, mesh.mesh.flatten().tolist()))
-            is_here = this_rank() not in ranks or len(ranks) == 1 or all(p.is_replicate() for p in tensor.placements)
-            return cls(ranks, device or torch.device(mesh.device_type), is_here)
+            key = id(mesh), tensor.placements
+            if key not in self._known:  # which keeps the mesh, so that no other gets its id
+                self._known[key] = mesh, self._of_mesh(mesh, tensor.placements)
+            return self._known[key][1]
         parts = parts_of(tensor)
-        members = dist.get_process_group_ranks(tensor._process_group if group is None else group)
-        own = parts[0].device if parts else spare or torch.device("cpu")
-        return cls(frozenset(members), device or own, False)
+        members = dist.get_process_group_ranks(tensor._process_group if self.group is None else self.group)
+        own = parts[0].device if parts else self.spare or torch.device("cpu")
+        return _Where(tuple(sorted(members)), self.device or own, False)
+
+    def _of_mesh(self, mesh: Any, placements: Any) -> _Where:
+        ranks = tuple(sorted(map(int, mesh.mesh.flatten().tolist())))
+        is_here = this_rank() not in ranks or len(ranks) == 1 or all(p.is_replicate() for p in placements)
+        return _Where(ranks, self.device or torch.device(mesh.device_type), is_here)
 
 
 def gathered(
@@ -89,14 +111,18 @@ def gathered(
     wants = wanting is None or this_rank() in wanting
     made: dict[str, torch.Tensor] = {}
     move = Once(lambda one: parts_of(one)[0].detach().to(where.device))
-    requests = _Requests(wanting, wants)
+    requests, places = _Requests(wanting, wants), _Places(group, device, spare)
     for name in sorted(tensors):
-        where = _Where.of(tensors[name], group, device, spare)
+        where = places.of(tensors[name])
+        spec = spec_of_kind(tensors[name])
         if where.is_here:
             made.update({name: move(tensors[name])} if wants else {})
             continue
+        if not spec.numel:
+            made.update({name: torch.empty(spec.shape, dtype=spec.dtype, device=where.device)} if wants else {})
+            continue
         try:
-            requests.add(name, tensors[name], where)
+            requests.add(name, tensors[name], spec, where)
         except FdsdError as found:
             add_note(found, f"of {name!r}")
             error = error or found
@@ -119,18 +145,24 @@ class _Requests:
         self._wanting = wanting
         self._wants = wants
         self._made: dict[Hashable, tuple[Lazy, torch.Tensor | None]] = {}
+        self._targets: dict[Hashable, Pieces] = {}
 
-    def add(self, name: str, tensor: Any, where: _Where) -> None:
-        meeting = self.meetings.setdefault(tuple(sorted(where.ranks)), {})
+    def add(self, name: str, tensor: Any, spec: TensorSpec, where: _Where) -> None:
+        meeting = self.meetings.setdefault(where.ranks, {})
         parts = tuple([tie_key(part) for part in parts_of(tensor)])
-        key = (parts, tuple(tensor.shape), where.ranks) if parts else name
+        key = (parts, spec, where.ranks) if parts else name
         if key not in self._made:
             node = defer_leaf(_reduced(tensor))
             out = torch.empty(node.shape, dtype=node.dtype, device=where.device) if self._wants else None
             self._made[key] = node, out
         node, out = self._made[key]
-        target = None if self._wanting is None else Pieces.whole(node.shape, self._wanting & where.ranks)
+        target = None if self._wanting is None else self._whole(node.shape, where.ranks, self._wanting)
         meeting[name] = Request(node, target, everyone=False, out=out)
+
+    def _whole(self, shape: tuple[int, ...], ranks: tuple[int, ...], wanting: frozenset[int]) -> Pieces:
+        if (shape, ranks) not in self._targets:
+            self._targets[shape, ranks] = Pieces.whole(shape, wanting.intersection(ranks))
+        return self._targets[shape, ranks]
 
 
 def _reduced(tensor: Any) -> Any:

@@ -43,9 +43,10 @@ def world_over(ranks: frozenset[int]) -> World | None:
 
 
 def _world_of_new(ranks: tuple[int, ...]) -> World | None:
+    torch_dist: Any = dist
     default = dist.group.WORLD
     if ranks not in _MADE or _MADE[ranks][0] is not default:
-        _MADE[ranks] = default, dist.new_group(list(ranks), use_local_synchronization=True)
+        _MADE[ranks] = default, torch_dist.new_group(list(ranks), use_local_synchronization=True)
     return world_of_ranks(frozenset(ranks))
 
 

@@ -1,7 +1,8 @@
 """Ties: which names hold one and the same tensor.
 
 Two names are tied when their leaves are one view of one storage object: the same storage, offset, shape and
-strides. A bare data pointer is never enough, since empty and meta tensors share it.
+strides. A bare data pointer is never enough, since empty and meta tensors share it. Tensors over ranks are tied when
+what this rank holds of them is, and their global shapes and placements are equal.
 """
 
 from __future__ import annotations
@@ -37,9 +38,22 @@ def tie_key(leaf: object) -> Hashable | None:
         return *place, leaf.dtype, leaf.is_conj(), leaf.is_neg()
     if isinstance(leaf, TensorSpec):
         return None if leaf.tie is None else ("spec", leaf.tie, leaf.shape, leaf.dtype)
+    if isinstance(leaf, torch.Tensor) and (held := _held(leaf)):
+        return "over ranks", tuple(leaf.shape), leaf.dtype, getattr(leaf, "placements", None), held
     if isinstance(leaf, torch.Tensor | VirtualTensor):
         return "object", id(leaf)
     return None
+
+
+def _held(leaf: torch.Tensor) -> tuple[Hashable, ...]:
+    """Tell which memory of this rank a wrapper over ranks has: ``state_dict()`` makes a new wrapper for each name.
+
+    DTensor and ShardedTensor are known by the attributes that hold their local tensors; their classes cost an import.
+    """
+    local: Any = getattr(leaf, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        return (tie_key(local),)
+    return tuple([tie_key(shard.tensor) for shard in getattr(leaf, "_local_shards", ())])
 
 
 def ties(state: Mapping[str, Any]) -> list[tuple[str, ...]]:

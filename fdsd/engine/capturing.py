@@ -57,10 +57,10 @@ def capture(
 
 
 def _optim(modules: Any, optimizers: Any) -> OptimState | None:
-    if isinstance(optimizers, Iterable):
-        optimizers = list(optimizers)
-        if not optimizers:
-            return None
+    several = isinstance(optimizers, Iterable)
+    given: list[Any] = [*optimizers] if several else [optimizers]
+    if not given:
+        return None
     from fdsd.comms.optimizers import read_optimizers
 
-    return read_optimizers(modules, optimizers)
+    return read_optimizers(modules, given)

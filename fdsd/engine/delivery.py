@@ -21,9 +21,10 @@ from fdsd.engine.memory import Delivered, Memory
 from fdsd.engine.messages import WINDOW, Buffers, Exchange, Window
 from fdsd.engine.overwriting import Kept, kept_of
 from fdsd.engine.request import Request
-from fdsd.engine.rounds import PROGRAMS, Round, cut_rounds
+from fdsd.engine.rounds import PROGRAMS, Rounds
 from fdsd.engine.views import Views
 from fdsd.engine.wirings import WIRINGS
+from fdsd.layout.program import to_list
 from fdsd.layout.structure import LIMITS, Limits
 from fdsd.layout.transfer import Traffic, traffic_of
 from fdsd.layout.wiring import Wiring
@@ -92,26 +93,17 @@ class _Plan:
         return array("q", [self.agreed.kinds[at] for at in self.positions])
 
     def traffic(self) -> Traffic:
-        kinds = self.kinds
-        parts = [
-            traffic_of(self.wirings, kinds[start:stop]) for start, stop in cut_rounds(self.wirings, kinds, self.budget)
-        ]
-        received, sent = [dict.fromkeys(sorted({r for part in parts for r in part[i]}), 0) for i in range(2)]
-        for part in parts:
-            for total, some in zip((received, sent), part, strict=True):
-                for rank, nbytes in some.items():
-                    total[rank] += nbytes
-        return Traffic(received, sent)
+        return traffic_of(self.wirings, self.kinds)
 
     def run(self) -> Iterator[tuple[str, torch.Tensor]]:
         rounds = PROGRAMS.get(self.world.rank, self.wirings, self.kinds, self.budget, self.limits)
         run = _Run(self)
-        for i, each in enumerate(rounds):
+        for i in range(len(rounds)):
             if i and any(self.world.agree(False)):
                 return  # another rank has closed
-            run.travel(each)
+            run.travel(rounds, i)
             try:
-                yield from run.results(each)
+                yield from run.results(*rounds.tensors[i : i + 2])
             except GeneratorExit:
                 if i + 1 < len(rounds):
                     self.world.agree(True)
@@ -123,6 +115,7 @@ class _Run:
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
+        self._views: dict[tuple[int, int], Views] = {}
         world = plan.world
         mine = [plan.agreed.mine[at] for at in plan.positions]
         self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
@@ -134,14 +127,21 @@ class _Run:
 
     def _delivered(self, at: int, i: int) -> Delivered:
         plan = self._plan
-        wiring = plan.wirings[plan.agreed.kinds[at]]
-        placements = plan.statement.keys[plan.statement.kinds[i]].placements if i >= 0 else None
-        views = wiring.notes.get((plan.world.rank, placements))
-        if not isinstance(views, Views):
-            views = wiring.notes[plan.world.rank, placements] = Views(wiring, plan.world.rank, placements)
-        if i < 0:
-            return Delivered(plan.agreed.names[at], views)
-        return Delivered(plan.agreed.names[at], views, plan.requests[i], plan.statement.origins[i])
+        key = plan.agreed.kinds[at], -1 if i < 0 else plan.statement.kinds[i]
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = self._made_views(*key)
+        name = plan.agreed.names[at]
+        return Delivered(name, views, *((plan.requests[i], plan.statement.origins[i]) if i >= 0 else (None, ())))
+
+    def _made_views(self, kind: int, mine: int) -> Views:
+        """Give the views of a structure, which are remembered together with its plan."""
+        wiring, rank = self._plan.wirings[kind], self._plan.world.rank
+        placements = self._plan.statement.keys[mine].placements if mine >= 0 else None
+        found = wiring.notes.get((rank, placements))
+        if not isinstance(found, Views):
+            found = wiring.notes[rank, placements] = Views(wiring, rank, placements)
+        return found
 
     def _prepare(self, memory: Memory) -> None:
         """Copy the sources that would be overwritten before they are read."""
@@ -154,13 +154,15 @@ class _Run:
         for tensor in self._tensors:
             tensor.is_settled = tensor.name in memory.kept.settled
 
-    def travel(self, each: Round) -> None:
+    def travel(self, rounds: Rounds, number: int) -> None:
         """Exchange the messages of a round and do what is to be done with them; then all ranks tell how it went."""
         exchange = self._exchange
-        exchange.begin(each.program, each.start)
+        first, last = rounds.messages[number : number + 2]
+        start, stop = rounds.tensors[number : number + 2]
+        exchange.begin(rounds.program.part(first, last))
         with torch.no_grad():
-            for i in range(each.start, each.stop):
-                exchange.advance(each.last[i - each.start])
+            for i, message in zip(range(start, stop), to_list(rounds.arrivals[start:stop]), strict=True):
+                exchange.advance(message - first)
                 self._finish(i)
             exchange.finish()
         exchange.memory.forget()
@@ -180,11 +182,11 @@ class _Run:
         if result is not None:
             self._made[self._plan.positions[i]] = result
 
-    def results(self, each: Round) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give the results of a round in the order of names, tied ones again."""
+    def results(self, start: int, stop: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give the results of some tensors in the order of names, tied ones again."""
         agreed, positions = self._plan.agreed, self._plan.positions
-        stop = positions[each.stop] if each.stop < len(positions) else len(agreed.names)
-        for at in range(positions[each.start], stop):
+        end = positions[stop] if stop < len(positions) else len(agreed.names)
+        for at in range(positions[start], end):
             leader = agreed.leaders[at]
             result = self._made.get(leader)
             self._uses[leader] -= 1
@@ -230,7 +232,7 @@ def plan_delivery(
     """
     where = torch.device("cpu" if device is None else device)
     if world is not None and len(world.ranks) == 1:
-        world, rank = None, world.rank
+        rank, world = world.rank, None
     if world is None:
         if error is not None:
             raise error

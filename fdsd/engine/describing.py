@@ -71,11 +71,11 @@ def _data(layout: Any) -> Any:
 
 
 def _groups(modules: Any, optimizers: Any) -> list[tuple[ParamGroup, ...]]:
-    if isinstance(optimizers, Iterable):
-        optimizers = list(optimizers)
-        if not optimizers:
-            return []
+    several = isinstance(optimizers, Iterable)
+    given: list[Any] = [*optimizers] if several else [optimizers]
+    if not given:
+        return []
     from fdsd.comms.live_optimizers import live_optimizers
     from fdsd.comms.optimizers import state_of
 
-    return [state_of(live, modules).groups for live in live_optimizers(modules, optimizers)]
+    return [state_of(live, modules).groups for live in live_optimizers(modules, given)]

@@ -17,13 +17,12 @@ from fdsd.data.errors import SpecMismatch
 from fdsd.engine.overwriting import Kept
 from fdsd.engine.request import Request
 from fdsd.engine.steps import run_steps
-from fdsd.engine.views import Views
+from fdsd.engine.views import Part, Views
 from fdsd.layout.cutting import Spot
 
 __all__ = ["Delivered", "Memory"]
 
 
-@define(eq=False)
 class Delivered:
     """One tensor to be delivered, on this rank.
 
@@ -35,11 +34,14 @@ class Delivered:
         is_settled: Whether the result is the source's memory already.
     """
 
-    name: str
-    views: Views
-    request: Request | None = None
-    origins: Sequence[Origin] = ()
-    is_settled: bool = False
+    __slots__ = ("is_settled", "name", "origins", "request", "views")
+
+    def __init__(self, name: str, views: Views, request: Request | None, origins: Sequence[Origin]) -> None:
+        self.name = name
+        self.views = views
+        self.request = request
+        self.origins = origins
+        self.is_settled = False
 
 
 @define(eq=False)
@@ -55,16 +57,17 @@ class Memory:
     tensors: Sequence[Delivered]
     kept: Kept
     device: torch.device
-    _results: dict[int, torch.Tensor] = field(factory=dict, init=False)
-    _staging: dict[int, dict[int, torch.Tensor]] = field(factory=dict, init=False)
-    _sources: dict[tuple[int, int], torch.Tensor | None] = field(factory=dict, init=False)
+    _results: dict[int, torch.Tensor] = field(factory=dict[int, torch.Tensor], init=False)
+    _staging: dict[int, dict[int, torch.Tensor]] = field(factory=dict[int, dict[int, torch.Tensor]], init=False)
+    _sources: dict[tuple[int, int], torch.Tensor | None] = field(
+        factory=dict[tuple[int, int], "torch.Tensor | None"], init=False
+    )
 
-    def source(self, i: int, overlap: int, part: int) -> torch.Tensor | None:
-        """View a part of an overlap (-1: all of it) of a source; ``None`` if it is not in memory and has to be read."""
-        views = self.tensors[i].views
-        key = i, views.wiring.origins[overlap]
+    def source(self, i: int, part: Part) -> torch.Tensor | None:
+        """View a part in the memory of its source; ``None`` if it is not in memory and has to be read."""
+        key = i, part.origin
         memory = self._sources[key] if key in self._sources else self._fetch(*key)
-        return None if memory is None else views.source(overlap, part, memory)
+        return None if memory is None else part.source(memory)
 
     def _fetch(self, i: int, origin: int) -> torch.Tensor | None:
         tensor = self.tensors[i]
@@ -76,36 +79,43 @@ class Memory:
         self._sources[i, origin] = memory
         return memory
 
-    def read(self, i: int, overlap: int, part: int, out: torch.Tensor) -> None:
-        """Read a part of an overlap of a source tensor into memory of its shape."""
-        view = self.source(i, overlap, part)
-        if view is not None:
+    def read(self, i: int, part: Part, out: torch.Tensor) -> None:
+        """Read a part of a source tensor into memory of its shape."""
+        view = self.source(i, part)
+        if view is None:
+            origin = self.tensors[i].origins[part.origin]
+            origin.source.read(origin.fqn, part.region, out)
+        elif part.is_plain:
+            out.copy_(view)
+        else:
             copy_elements(view, out)
-            return
-        tensor = self.tensors[i]
-        origin = tensor.origins[tensor.views.wiring.origins[overlap]]
-        origin.source.read(origin.fqn, tensor.views.part(overlap, part)[0], out)
 
-    def target(self, i: int, overlap: int, part: int) -> torch.Tensor:
-        """View where a part of an overlap goes; its memory is made if it is not there yet."""
-        views = self.tensors[i].views
-        buffer = views.part(overlap, part)[1].buffer
-        return views.target(overlap, part, self._result(i) if views.is_result(buffer) else self._staged(i, buffer))
+    def target(self, i: int, part: Part) -> torch.Tensor:
+        """View where a part goes; its memory is made if it is not there yet."""
+        memory = self._results.get(i)
+        if memory is None:
+            memory = self._make(i)
+        buffer = part.spot.buffer
+        return part.target(memory if buffer < self.tensors[i].views.num_blocks else self._staged(i, buffer))
+
+    def _make(self, i: int) -> torch.Tensor:
+        """Give the memory of a result that is not there yet."""
+        tensor = self.tensors[i]
+        recipe, request = tensor.views.recipe, tensor.request
+        assert recipe is not None
+        want = recipe.want
+        if request is None or request.out is None:
+            made = torch.empty(want.shape, dtype=want.dtype, device=self.device)
+        else:
+            made = request.out.detach()
+            if made.shape != want.shape:
+                raise SpecMismatch(f"its memory has the shape {tuple(made.shape)}, not {want.shape}.")
+        self._results[i] = made
+        return made
 
     def _result(self, i: int) -> torch.Tensor:
         found = self._results.get(i)
-        if found is None:
-            tensor = self.tensors[i]
-            recipe, request = tensor.views.recipe, tensor.request
-            assert recipe is not None
-            if request is not None and request.out is not None:
-                found = request.out.detach()
-                if tuple(found.shape) != recipe.want.shape:
-                    raise SpecMismatch(f"its memory has the shape {tuple(found.shape)}, not {recipe.want.shape}.")
-            else:
-                found = torch.empty(recipe.want.shape, dtype=recipe.want.dtype, device=self.device)
-            self._results[i] = found
-        return found
+        return self._make(i) if found is None else found
 
     def _staged(self, i: int, buffer: int) -> torch.Tensor:
         buffers = self._staging.setdefault(i, {})
@@ -118,7 +128,7 @@ class Memory:
 
     def _at(self, i: int, spot: Spot) -> torch.Tensor:
         views = self.tensors[i].views
-        return views.spot(spot, self._result(i) if views.is_result(spot.buffer) else self._staged(i, spot.buffer))
+        return views.spot(spot, self._result(i) if spot.buffer < views.num_blocks else self._staged(i, spot.buffer))
 
     def finish(self, i: int) -> torch.Tensor | None:
         """Do what is to be done once all that others send of a tensor is there, and give this rank's result.
@@ -135,8 +145,8 @@ class Memory:
             return None
         result = self._result(i)
         if not tensor.is_settled:
-            for overlap in tensor.views.keeps:
-                self.read(i, overlap, -1, self.target(i, overlap, -1))
+            for part in tensor.views.keeps:
+                self.read(i, part, self.target(i, part))
         for source, out in recipe.again:
             copy_elements(self._at(i, source), self._at(i, out))
         if recipe.steps:
@@ -156,7 +166,7 @@ class Memory:
         assert recipe is not None
 
         def at(view: View) -> torch.Tensor | None:
-            if not views.is_result(view.buffer):
+            if view.buffer >= views.num_blocks:
                 return None
             return views.spot(Spot(view.buffer, view.dtype, view.offset, view.shape, view.strides), result)
 

@@ -51,7 +51,7 @@ class Buffers:
 
     most: int
     device: torch.device
-    _free: list[torch.Tensor] = field(factory=list, init=False)
+    _free: list[torch.Tensor] = field(factory=list[torch.Tensor], init=False)
     _num: int = field(default=0, init=False)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
@@ -100,22 +100,16 @@ class Exchange:
     buffers: Buffers
     window: Window
     error: tuple[Exception, str] | None = None
-    _posted: deque[_Posted] = field(factory=deque, init=False)
+    _posted: deque[_Posted] = field(factory=deque[_Posted], init=False)
     _next: int = field(default=0, init=False)
     _columns: tuple[list[int], ...] = field(default=(), init=False)
-    _first: int = field(default=0, init=False)
 
-    def begin(self, program: Program, first: int) -> None:
-        """Take up a program.
-
-        Args:
-            program: The messages.
-            first: The tensor that its instances count from.
-        """
+    def begin(self, program: Program) -> None:
+        """Take up the messages of a round."""
         columns = program.peers, program.sends, program.nbytes, program.bounds
         items = program.instances, program.overlaps, program.parts, program.offsets
         self._columns = tuple([to_list(column) for column in (*columns, *items)])
-        self._next, self._first = 0, first
+        self._next = 0
 
     def advance(self, message: int) -> None:
         """Go on until a message is complete, and all before it."""
@@ -170,14 +164,14 @@ class Exchange:
         at = bounds[number]
         if self.error is not None or bounds[number + 1] - at != 1:
             return None
-        i, overlap, part = self._first + instances[at], overlaps[at], parts[at]
+        memory, i = self.memory, instances[at]
+        part = memory.tensors[i].views.part(overlaps[at], parts[at])
         try:
-            view = self.memory.source(i, overlap, part) if sends[number] else self.memory.target(i, overlap, part)
+            view = memory.source(i, part) if sends[number] else memory.target(i, part)
         except Exception as error:  # told to all at the end
             self.fail(error, i)
             return None
-        wire = self.memory.tensors[i].views.wiring.wires[overlap]
-        if view is None or view.dtype != wire or view.device != self.world.device or not view.is_contiguous():
+        if view is None or view.dtype != part.wire or view.device != self.world.device or not view.is_contiguous():
             return None
         flat = movable(view)  # a view whose sizes are 1 counts as contiguous whatever its strides are
         return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
@@ -198,40 +192,28 @@ class Exchange:
         bounds, instances, overlaps, parts, offsets = self._columns[3:]
         sources: list[torch.Tensor] = []
         outs: list[torch.Tensor] = []
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        memory, i = self.memory, self._first
+        typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
+        memory, tensors, i = self.memory, self.memory.tensors, instances[bounds[number]]
         try:
             for at in range(bounds[number], bounds[number + 1]):
-                i, overlap, part = self._first + instances[at], overlaps[at], parts[at]
-                view = memory.source(i, overlap, part) if is_send else memory.target(i, overlap, part)
-                wire, shape, strides = memory.tensors[i].views.packed(overlap, part)
-                if wire not in typed:
-                    typed[wire] = buffer[: len(buffer) // wire.itemsize * wire.itemsize].view(wire)
-                packed = typed[wire].as_strided(shape, strides, offsets[at] // wire.itemsize)
+                i = instances[at]
+                part = tensors[i].views.part(overlaps[at], parts[at])
+                view = memory.source(i, part) if is_send else memory.target(i, part)
+                whole, itemsize = typed.get(part.wire) or typed.setdefault(part.wire, _typed(buffer, part.wire))
+                packed = whole.as_strided(part.shape, part.strides, offsets[at] // itemsize)
                 if view is None:
-                    memory.read(i, overlap, part, packed)
+                    memory.read(i, part, packed)
+                elif not part.is_plain:
+                    copy_elements(*((view, packed) if is_send else (packed, view)))
                 else:
                     sources.append(view if is_send else packed)
                     outs.append(packed if is_send else view)
-            _copy_all(sources, outs)
+            if sources:
+                torch._foreach_copy_(outs, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
         except Exception as error:  # told to all at the end
             self.fail(error, i)
 
 
-_PLAIN: dict[torch.dtype, bool] = {}
-
-
-def _is_plain(dtype: torch.dtype) -> bool:
-    """Whether every kernel that moves elements knows a dtype."""
-    if dtype not in _PLAIN:
-        _PLAIN[dtype] = movable(torch.empty(0, dtype=dtype)).dtype is dtype
-    return _PLAIN[dtype]
-
-
-def _copy_all(sources: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
-    if all(_is_plain(one.dtype) for some in (sources, outs) for one in some):
-        if sources:
-            torch._foreach_copy_(outs, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-        return
-    for source, out in zip(sources, outs, strict=True):
-        copy_elements(source, out)
+def _typed(buffer: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    itemsize = dtype.itemsize
+    return buffer[: len(buffer) // itemsize * itemsize].view(dtype), itemsize

@@ -48,7 +48,9 @@ def memory_of(origin: Origin) -> torch.Tensor | None:
     """Give the memory of this process in which a source tensor lies, or its part; ``None`` if there is none."""
     give: Callable[[str], Any] | None = getattr(origin.source, "local", None)
     found = None if give is None else give(origin.fqn)
-    return found.detach() if isinstance(found, torch.Tensor) else None
+    if not isinstance(found, torch.Tensor):
+        return None
+    return found.detach() if found.requires_grad else found
 
 
 Place = tuple[int, str]
@@ -105,7 +107,13 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
 
 
 def _origins(roots: Iterable[Lazy]) -> Iterator[Origin]:
-    for node in walk(list(roots)):
+    grown: list[Lazy] = []
+    for root in roots:
+        if isinstance(root.op, Origin):
+            yield root.op
+        else:
+            grown.append(root)
+    for node in walk(grown):
         if isinstance(node.op, Origin):
             yield node.op
 

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import torch
 from attrs import define, field, frozen
 
 from fdsd.layout.program import Program, program_of, to_list
 from fdsd.layout.structure import Limits
 from fdsd.layout.wiring import Wiring
 
-__all__ = ["PROGRAMS", "Round", "cut_rounds", "rounds_of"]
+__all__ = ["PROGRAMS", "Programs", "Rounds", "cut_rounds", "rounds_of"]
 
 _ROUND = 64 << 20
 """The bytes of a round where no budget is given and values are computed."""
 
 
 @frozen(eq=False)
-class Round:
-    """Tensors that are under way at the same time.
+class Rounds:
+    """Tensors in rounds, and this rank's messages.
 
     Attributes:
-        start: The first of them, by its place.
-        stop: The place after the last of them.
-        program: This rank's messages; instances count from ``start``.
-        last: For each of them the last message that brings a part of it to this rank; -1 for none.
+        program: The messages of all rounds.
+        arrivals: For each tensor the last message that brings a part of it to this rank; -1 for none.
+        tensors: The first tensor of each round, and at last their number.
+        messages: The first message of each round, and at last their number.
     """
 
-    start: int
-    stop: int
     program: Program
-    last: list[int]
+    arrivals: torch.Tensor
+    tensors: list[int]
+    messages: list[int]
+
+    def __len__(self) -> int:
+        return len(self.tensors) - 1
 
 
-def cut_rounds(wirings: Sequence[Wiring], kinds: Sequence[int], budget: int | None) -> list[tuple[int, int]]:
+def cut_rounds(wirings: Sequence[Wiring], kinds: Sequence[int], budget: int | None) -> list[int]:
     """Cut tensors into rounds, the same on every rank.
 
     Args:
@@ -44,49 +49,45 @@ def cut_rounds(wirings: Sequence[Wiring], kinds: Sequence[int], budget: int | No
         budget: The bytes that may be under way; no rank takes more than half of it in a round, but for one tensor.
 
     Returns:
-        The start and the end of each round.
+        The first tensor of each round, and at last the number of tensors.
 
     >>> cut_rounds([], [], None)
-    []
+    [0]
     """
     if budget is not None:
         most = max(1, budget // 2)
     elif all(wiring.expression.is_structural for wiring in wirings):
-        return [(0, len(kinds))] if len(kinds) else []
+        return [0, len(kinds)] if len(kinds) else [0]
     else:
         most = _ROUND
     loads = [wiring.load for wiring in wirings]
-    made: list[tuple[int, int]] = []
-    start, load = 0, 0
+    made: list[int] = [0]
+    load = 0
     for i, kind in enumerate(kinds):
-        if i > start and load + loads[kind] > most:
-            made.append((start, i))
-            start, load = i, 0
+        if i > made[-1] and load + loads[kind] > most:
+            made.append(i)
+            load = 0
         load += loads[kind]
-    if len(kinds):
-        made.append((start, len(kinds)))
-    return made
+    return [*made, len(kinds)] if len(kinds) else made
 
 
-def rounds_of(
-    rank: int, wirings: Sequence[Wiring], kinds: array[int], budget: int | None, limits: Limits
-) -> list[Round]:
-    """Cut tensors into rounds and write this rank's messages of each."""
-    made: list[Round] = []
-    for start, stop in cut_rounds(wirings, kinds, budget):
-        program = program_of(rank, wirings, kinds[start:stop], limits)
-        made.append(Round(start, stop, program, _last(program, stop - start)))
-    return made
+def rounds_of(rank: int, wirings: Sequence[Wiring], kinds: Sequence[int], budget: int | None, limits: Limits) -> Rounds:
+    """Cut tensors into rounds and write this rank's messages.
 
-
-def _last(program: Program, num: int) -> list[int]:
-    last = [-1] * num
-    bounds, sends, instances = (to_list(column) for column in (program.bounds, program.sends, program.instances))
-    for message, is_send in enumerate(sends):
-        if not is_send:
-            for i in instances[bounds[message] : bounds[message + 1]]:
-                last[i] = message
-    return last
+    Args:
+        rank: The rank.
+        wirings: The plans.
+        kinds: The plan of each tensor, in order.
+        budget: The bytes that may be under way.
+        limits: The sizes of messages.
+    """
+    tensors = cut_rounds(wirings, kinds, budget)
+    sizes = [stop - start for start, stop in itertools.pairwise(tensors)]
+    numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+    program = program_of(rank, wirings, kinds, limits, rounds=numbers)
+    heads = program.instances[program.bounds[:-1]]
+    messages = torch.searchsorted(heads, torch.tensor(tensors, dtype=heads.dtype))
+    return Rounds(program, program.arrivals(len(kinds)), tensors, to_list(messages))
 
 
 @define
@@ -100,11 +101,11 @@ class Programs:
 
     most: int = 8
     items: int = 1 << 20
-    _made: OrderedDict[object, tuple[tuple[Wiring, ...], list[Round]]] = field(factory=OrderedDict, init=False)
+    _made: OrderedDict[object, tuple[tuple[Wiring, ...], Rounds]] = field(factory=OrderedDict, init=False)
 
     def get(
         self, rank: int, wirings: Sequence[Wiring], kinds: array[int], budget: int | None, limits: Limits
-    ) -> list[Round]:
+    ) -> Rounds:
         """Give the rounds of a rank; see ``rounds_of``."""
         key = rank, tuple(map(id, wirings)), kinds.tobytes(), budget, limits
         found = self._made.get(key)
@@ -118,9 +119,7 @@ class Programs:
         return rounds
 
     def _num_items(self) -> int:
-        return sum(
-            [len(each.program.instances) + len(each.last) for _, rounds in self._made.values() for each in rounds]
-        )
+        return sum([len(rounds.program.instances) + len(rounds.arrivals) for _, rounds in self._made.values()])
 
     def clear(self) -> None:
         """Forget all rounds."""

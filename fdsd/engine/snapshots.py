@@ -227,7 +227,11 @@ class _Copier:
                 f"snapshot: {name!r} is read from a {type(source).__name__}, which cannot copy what it holds. Give it "
                 "a method copied(copy), or materialize the state."
             )
-        return source.copied(lambda local: self._tensor(local, name))
+
+        def copied(local: torch.Tensor) -> Any:
+            return self._tensor(local, name)
+
+        return source.copied(copied)
 
 
 def _check_pinning() -> None:

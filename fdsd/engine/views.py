@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fdsd.algebra.dtypes import movable
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.region import Region
 from fdsd.data.strides import row_major
@@ -17,10 +18,81 @@ from fdsd.layout.layout import Block
 from fdsd.layout.wants import Target, blocks_of, local_shape_of
 from fdsd.layout.wiring import Recipe, Wiring
 
-__all__ = ["Views"]
+__all__ = ["ALL", "Part", "Views"]
 
-Strided = tuple[tuple[int, ...], tuple[int, ...], int]
+ALL = -1
+"""The part of an overlap that is all of it."""
+
+_Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a view, relative to a tensor."""
+
+_PLAIN: dict[torch.dtype, bool] = {}
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Whether every kernel that moves elements knows a dtype."""
+    if dtype not in _PLAIN:
+        _PLAIN[dtype] = movable(torch.empty(0, dtype=dtype)).dtype is dtype
+    return _PLAIN[dtype]
+
+
+class Part:
+    """A part of an overlap: what it is of its source, and where it goes. There are few of them, used very often.
+
+    Attributes:
+        region: The region of the source tensor.
+        spot: Where it goes, in the buffers of the recipe.
+        origin: The source tensor.
+        wire: The dtype in which it travels.
+        shape: Its shape on the way.
+        strides: Its strides on the way.
+        is_plain: Whether every kernel that moves elements knows the dtypes on both of its sides.
+    """
+
+    __slots__ = (
+        "_held",
+        "_source",
+        "_target",
+        "_views",
+        "is_plain",
+        "origin",
+        "region",
+        "shape",
+        "spot",
+        "strides",
+        "wire",
+    )
+
+    def __init__(self, views: Views, overlap: int, region: Region, spot: Spot) -> None:
+        wiring = views.wiring
+        self._views = views
+        self.region = region
+        self.spot = spot
+        self.origin: int = wiring.origins[overlap]
+        self.wire = wiring.wires[overlap]
+        self.shape = region.shape
+        self.strides = row_major(region.shape)
+        self.is_plain = _is_plain(spot.dtype) and _is_plain(wiring.expression.origins[self.origin].dtype)
+        self._source: tuple[tuple[int, ...], _Strided] | None = None  # for memory of these strides
+        self._target: tuple[tuple[int, ...], _Strided] | None = None
+
+    def source(self, memory: torch.Tensor) -> torch.Tensor:
+        """View it in the memory of its source tensor."""
+        strides = memory.stride()
+        found = self._source
+        if found is None or found[0] != strides:
+            found = self._source = strides, self._views.find(self.origin, self.region, strides)
+        shape, steps, offset = found[1]
+        return memory.as_strided(shape, steps, offset + memory.storage_offset())
+
+    def target(self, memory: torch.Tensor) -> torch.Tensor:
+        """View where it goes, in the memory of the result, or of the buffer that it goes to."""
+        strides = memory.stride()
+        found = self._target
+        if found is None or found[0] != strides:
+            found = self._target = strides, self._views.place(self.spot, strides)
+        shape, steps, offset = found[1]
+        return memory.as_strided(shape, steps, offset + memory.storage_offset())
 
 
 class Views:
@@ -30,50 +102,49 @@ class Views:
         wiring: The structure.
         rank: The rank.
         placements: How the source tensors lie, as this rank states it; ``None`` if it does not know them.
+
+    Attributes:
+        wiring: The structure.
+        recipe: What this rank wants, if anything.
+        keeps: What it wants and holds itself.
+        num_blocks: The buffers below this number are the result's blocks.
     """
 
     def __init__(self, wiring: Wiring, rank: int, placements: Sequence[Target] | None) -> None:
         self.wiring = wiring
         which = wiring.recipe_of.get(rank)
         self.recipe: Recipe | None = None if which is None else wiring.recipes[which]
-        self.keeps: tuple[int, ...] = tuple(wiring.keeps.get(rank, ()))
         self._blocks: Sequence[Block] = () if self.recipe is None else self.recipe.want.blocks
-        specs = wiring.expression.origins
+        self.num_blocks = len(self._blocks)
+        self._specs = wiring.expression.origins
         self._held: list[Sequence[Block]] = []
         self._shapes: list[tuple[int, ...] | None] = []
-        for spec, placement in zip(specs, placements or (), strict=False):
+        for spec, placement in zip(self._specs, placements or (), strict=False):
             self._held.append(blocks_of(placement, spec.shape, rank))
             self._shapes.append(local_shape_of(placement, spec.shape, rank))
-        self._parts: dict[int, list[tuple[Region, Spot]]] = {}
-        self._packed: dict[tuple[int, int], tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]] = {}
-        self._sources: dict[tuple[int, int, tuple[int, ...]], Strided] = {}
-        self._targets: dict[tuple[int, int, tuple[int, ...]], Strided] = {}
+        self._parts: dict[tuple[int, int], Part] = {}
+        self.keeps: tuple[Part, ...] = tuple([self.part(overlap, ALL) for overlap in wiring.keeps.get(rank, ())])
 
-    def part(self, overlap: int, part: int) -> tuple[Region, Spot]:
-        """Give the region of a part of an overlap, and where it goes; of part -1: of all of it."""
-        if part < 0:
-            return self.wiring.regions[overlap], self.wiring.spots[overlap]
-        found = self._parts.get(overlap)
+    def part(self, overlap: int, part: int) -> Part:
+        """Give a part of an overlap."""
+        found = self._parts.get((overlap, part))
         if found is None:
-            found = self._parts[overlap] = self.wiring.parts(overlap)
-        return found[part]
-
-    def packed(self, overlap: int, part: int) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """Give the dtype, shape and strides of a part of an overlap on the way."""
-        found = self._packed.get((overlap, part))
-        if found is None:
-            shape = self.part(overlap, part)[0].shape
-            found = self._packed[overlap, part] = self.wiring.wires[overlap], shape, row_major(shape)
+            wiring = self.wiring
+            if part == ALL:
+                pair = wiring.regions[overlap], wiring.spots[overlap]
+            else:
+                pair = wiring.parts(overlap)[part]
+            found = self._parts[overlap, part] = Part(self, overlap, *pair)
         return found
 
     def check(self, origin: int, memory: torch.Tensor) -> None:
         """Raise if the memory of a source tensor is not what its placement says.
 
         Raises:
-            SpecMismatch: It has another shape or dtype.
+            SpecMismatch: It has another shape or dtype, or no data.
         """
-        spec, shape = self.wiring.expression.origins[origin], self._shapes[origin]
-        if tuple(memory.shape) != shape or memory.dtype != spec.dtype:
+        spec, shape = self._specs[origin], self._shapes[origin]
+        if memory.shape != shape or memory.dtype != spec.dtype:
             raise SpecMismatch(
                 f"the local tensor of its source has {memory.dtype} and the shape {tuple(memory.shape)}; by its layout "
                 f"it has {spec.dtype} and {shape}."
@@ -81,18 +152,13 @@ class Views:
         if memory.is_meta:
             raise SpecMismatch("its source is on the meta device and has no data. Materialize the module first.")
 
-    def source(self, overlap: int, part: int, memory: torch.Tensor) -> torch.Tensor:
-        """View a part of an overlap in the memory of its source tensor."""
-        strides = memory.stride()
-        key = overlap, part, strides
-        found = self._sources.get(key)
-        if found is None:
-            found = self._sources[key] = self._source(overlap, part, strides)
-        return memory.as_strided(found[0], found[1], found[2] + memory.storage_offset())
+    def find(self, origin: int, region: Region, strides: tuple[int, ...]) -> _Strided:
+        """Find a region of a source tensor, within one block of this rank's local tensor of such strides.
 
-    def _source(self, overlap: int, part: int, strides: tuple[int, ...]) -> Strided:
-        region, _ = self.part(overlap, part)
-        for block in self._held[self.wiring.origins[overlap]]:
+        Raises:
+            SpecMismatch: This rank does not hold it.
+        """
+        for block in self._held[origin]:
             if all(
                 start <= span.start and span.start + span.extent < start + size
                 for span, start, size in zip(region.spans, block.starts, block.sizes, strict=True)
@@ -102,35 +168,25 @@ class Views:
                 return region.shape, steps, offset + sum([m * s for m, s in zip(moved, strides, strict=True)])
         raise SpecMismatch(f"this rank does not hold the {region} of its source.")
 
-    def target(self, overlap: int, part: int, memory: torch.Tensor) -> torch.Tensor:
-        """View where a part of an overlap goes in this rank's result, or in the buffer that it goes to."""
-        strides = memory.stride()
-        key = overlap, part, strides
-        found = self._targets.get(key)
-        if found is None:
-            found = self._targets[key] = self._place(self.part(overlap, part)[1], strides)
-        return memory.as_strided(found[0], found[1], found[2] + memory.storage_offset())
-
     def spot(self, spot: Spot, memory: torch.Tensor) -> torch.Tensor:
         """View a spot in the memory of its buffer: the result, for a block of it."""
-        shape, strides, offset = self._place(spot, memory.stride())
+        shape, strides, offset = self.place(spot, memory.stride())
         return memory.as_strided(shape, strides, offset + memory.storage_offset())
 
-    def is_result(self, buffer: int) -> bool:
-        """Whether a buffer is a part of the result."""
-        return buffer < len(self._blocks)
-
-    def _place(self, spot: Spot, strides: tuple[int, ...]) -> Strided:
+    def place(self, spot: Spot, strides: tuple[int, ...]) -> _Strided:
         """Find a spot of a block, which counts in row-major order, in memory with other strides.
 
         Each dim of a spot moves along one dim of the block: it has one digit, if written in the sizes of the block.
         """
-        if spot.buffer >= len(self._blocks):
+        if spot.buffer >= self.num_blocks:
             return spot.shape, spot.strides, spot.offset
         block = self._blocks[spot.buffer]
         offset = sum([at * stride for at, stride in zip(block.offset, strides, strict=True)])
         offset += _carry(spot.offset, block.sizes, strides)
-        steps = [0 if size == 1 else _carry(s, block.sizes, strides) for size, s in zip(*spot[3:], strict=True)]
+        steps = [
+            0 if size == 1 else _carry(step, block.sizes, strides)
+            for size, step in zip(spot.shape, spot.strides, strict=True)
+        ]
         return spot.shape, tuple(steps), offset
 
 

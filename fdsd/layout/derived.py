@@ -7,19 +7,23 @@ is not asked here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from attrs import evolve
 
+from fdsd.algebra.apply import defer_leaf
+from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Computing, Lazy, Op
-from fdsd.algebra.ops import Concat, Item, MergeDims, Permute, Select, SplitDim, Stack
+from fdsd.algebra.ops import Concat, Item, MergeDims, Origin, Permute, Select, SplitDim, Stack
 from fdsd.data.errors import SpecMismatch
-from fdsd.data.spec import TensorSpec
+from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 from fdsd.layout.layout import Layout
+from fdsd.layout.placed import PlacedSource
 from fdsd.layout.placement import Placement, Shard
-from fdsd.layout.sharded import check_fit
+from fdsd.layout.sharded import Sharded, check_fit
 
-__all__ = ["Lies", "derive", "fits"]
+__all__ = ["Lies", "derive", "fits", "lies_of"]
 
 Lies = Layout | Literal["everywhere"] | None
 """How a tensor lies: in a layout, wholly on every rank, or in no way that is known."""
@@ -60,6 +64,29 @@ def derive(node: Lazy, known: Mapping[int, Lies]) -> Lies:
     if move is None:
         return None
     return _moved(layout, node.inputs[0].ndim, move, node.spec)
+
+
+def lies_of(leaf: Any) -> Lies:
+    """Tell how a leaf lies by itself: a sharded one, or a tensor that a source has laid out over ranks.
+
+    Returns:
+        Its layout; ``None`` for an expression over such tensors, and for one that lies in other pieces.
+
+    >>> import torch
+    >>> lies_of(torch.ones(2)), lies_of("extra")
+    ('everywhere', 'everywhere')
+    """
+    if isinstance(leaf, Sharded):
+        return leaf.layout
+    if is_exact(leaf) or not isinstance(leaf, torch.Tensor | VirtualTensor):
+        return "everywhere"
+    node = defer_leaf(leaf)
+    placed = [one.op for one in walk([node]) if isinstance(one.op, Origin) and isinstance(one.op.source, PlacedSource)]
+    if not placed:
+        return "everywhere"
+    source, fqn = placed[0].source, placed[0].fqn
+    placement = source.placement(fqn) if placed[0] is node.op and isinstance(source, PlacedSource) else None
+    return placement if isinstance(placement, Layout) else None
 
 
 def fits(layout: Layout, shape: tuple[int, ...]) -> bool:

@@ -77,6 +77,38 @@ class Program:
         items = tuple([Item(*row) for row in zip(*cells, strict=True)])
         return Message(int(self.peers[i]), bool(self.sends[i]), int(self.nbytes[i]), items)
 
+    def part(self, start: int, stop: int) -> Program:
+        """Give some of the messages, which come one after the other; the columns are views.
+
+        Args:
+            start: The first one.
+            stop: The one after the last one.
+        """
+        bounds = self.bounds[start : stop + 1]
+        messages, items = slice(start, stop), slice(int(bounds[0]), int(bounds[-1]))
+        return Program(
+            self.rank,
+            self.peers[messages],
+            self.sends[messages],
+            self.nbytes[messages],
+            bounds - bounds[0],
+            *[column[items] for column in (self.instances, self.overlaps, self.parts, self.offsets)],
+        )
+
+    def arrivals(self, num: int) -> torch.Tensor:
+        """Give for each of ``num`` instances the last message that brings a part of it; -1 if none does.
+
+        >>> from fdsd.layout.pieces import Pieces
+        >>> from fdsd.layout.structure import LIMITS, plan_structure
+        >>> plan = plan_structure(Pieces.whole((2,), [0]), Pieces.whole((2,), [1]), itemsize=4)
+        >>> [program_of(rank, [plan], [0, 0], LIMITS).arrivals(2).tolist() for rank in range(2)]
+        [[-1, -1], [0, 0]]
+        """
+        message = torch.repeat_interleave(torch.arange(len(self)), self.bounds.diff())
+        received = ~self.sends[message]
+        last = torch.full((num,), -1, dtype=torch.int64)
+        return last.scatter_reduce_(0, self.instances[received].long(), message[received], "amax")
+
     def __repr__(self) -> str:
         return f"<Program of rank {self.rank}: {plural(len(self), 'message')}, {plural(len(self.instances), 'item')}>"
 
@@ -108,6 +140,7 @@ def program_of(
     kinds: Sequence[int],
     limits: Limits,
     lookahead: int | None = None,
+    rounds: Sequence[int] | None = None,
 ) -> Program:
     """Write the messages of one rank.
 
@@ -118,6 +151,7 @@ def program_of(
         limits: The sizes of messages.
         lookahead: How many bytes of later instances a rank may receive packed with earlier ones, about; no limit
             if left out. What is streamed needs one, or the packed items of many ranks pile up.
+        rounds: The round of each instance, ascending: no message holds items of two. Instead of ``lookahead``.
 
     >>> from fdsd.layout.pieces import Pieces
     >>> from fdsd.layout.structure import LIMITS, plan_structure
@@ -126,8 +160,9 @@ def program_of(
     40
     """
     items = _expand(rank, structures, kinds)
-    rounds = None if lookahead is None else _rounds(structures, kinds, lookahead)
-    leaders, offsets = _pack(items, rounds, limits)
+    if lookahead is not None:
+        rounds = _rounds(structures, kinds, lookahead)
+    leaders, offsets = _pack(items, None if rounds is None else torch.tensor(rounds, dtype=torch.int64), limits)
     is_head = leaders == torch.arange(len(leaders))
     heads = is_head.nonzero().view(-1)
     messages = (is_head.cumsum(0) - 1)[leaders]
@@ -178,7 +213,7 @@ def _expand(rank: int, structures: Sequence[Structure], kinds: Sequence[int]) ->
     return _Expanded(instances, *[column[at] for column in (*narrow, table[:, 3], table[:, 4].bool())])
 
 
-def _rounds(structures: Sequence[Structure], kinds: Sequence[int], lookahead: int) -> torch.Tensor:
+def _rounds(structures: Sequence[Structure], kinds: Sequence[int], lookahead: int) -> list[int]:
     """Give the round of each instance: no message holds items of two."""
     made: list[int] = []
     ahead, number = 0, 0
@@ -187,7 +222,7 @@ def _rounds(structures: Sequence[Structure], kinds: Sequence[int], lookahead: in
         if ahead > lookahead:
             ahead, number = structures[kind].most_small, number + 1
         made.append(number)
-    return torch.tensor(made, dtype=torch.int64)
+    return made
 
 
 def _pack(items: _Expanded, rounds: torch.Tensor | None, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,28 +12,20 @@ from typing import Any, NoReturn
 
 from attrs import field, frozen
 
-from fdsd.algebra.apply import defer
 from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops import Origin
-from fdsd.data.errors import SpecMismatch, Unsupported, listing, plural
-from fdsd.data.model import ModelSpec
+from fdsd.data.errors import SpecMismatch, listing, plural
 from fdsd.data.naming import fold
-from fdsd.data.optim import OptimState
-from fdsd.data.problem import Problem, describe
 from fdsd.data.region import Region
 from fdsd.data.spec import spec_of
 from fdsd.data.statedict import StateDict
-from fdsd.data.ties import tie_key
-from fdsd.data.train import TrainState
-from fdsd.data.values import is_mapping
 from fdsd.layout.derived import Lies, derive, fits
 from fdsd.layout.layout import Layout
-from fdsd.layout.sharded import Sharded, lazy_sharded, place
-from fdsd.layout.tables import Table
-from fdsd.pipeline.check import abstract
+from fdsd.layout.sharded import Sharded, lazy_sharded
 from fdsd.pipeline.coverage import trail
 from fdsd.pipeline.grids import Grid, grids, spread
+from fdsd.pipeline.placing import laid_out, wanted
 from fdsd.pipeline.planning import through
 from fdsd.pipeline.rewrite import Scope
 from fdsd.pipeline.run import short
@@ -115,8 +107,8 @@ class Locality:
             texts = {name: _bytes_text(nbytes) for name, nbytes in some.items()}
             found = fold(texts, texts.__getitem__)
             for one in found[:10]:
-                times = f"{len(one.names)} x " if len(one.names) > 1 else ""
-                yield f"  {one.text}: {times}{texts[one.names[0]]}"
+                text, num = texts[one.names[0]], len(one.names)
+                yield f"  {one.text}: {f'{num} x ' if num > 1 else ''}{text}"
             if len(found) > 10:
                 yield f"  and {len(found) - 10} more like these"
 
@@ -160,66 +152,9 @@ def locality(steps: Iterable[Step], layouts: Any, source: Any = None, target: An
       w: 2 bytes to each of ranks 0, 1
     """
     every = tuple(steps)
-    state, given = _laid_out(layouts, source)
+    state, given = laid_out(layouts, source)
     states = through(every, state)
-    return _Search(every, states, given, _wanted(target, states[-1])).run()
-
-
-def _laid_out(layouts: Any, source: Any) -> tuple[StateDict[Any], dict[int, Layout]]:
-    """Give the source as expressions, laid out; and how the tensors lie in which they begin."""
-    laid_out: Any = layouts.model if isinstance(layouts, TrainState) else layouts
-    is_state = is_mapping(laid_out) and any(spec_of(leaf) is not None for leaf in laid_out.values())
-    if source is None and not is_state and not isinstance(layouts, ModelSpec):
-        raise Unsupported("locality: these layouts have no shapes. Give the source, or its specs, as second argument.")
-    given: Any = layouts if source is None else source
-    state: Any = given.model if isinstance(given, TrainState) else given
-    if isinstance(state, OptimState) or not isinstance(state, Mapping | ModelSpec):
-        raise Unsupported(f"locality: it asks about state dicts and ModelSpecs, not {type(given).__name__}.")
-    hollow: StateDict[Any] = abstract(state)
-    if is_state:
-        placed = {n: leaf.layout for n, leaf in laid_out.items() if isinstance(leaf, Sharded) and n in hollow}
-    else:
-        names = [name for name, leaf in hollow.items() if spec_of(leaf) is not None]
-        placed = _resolved(Table.of("locality", laid_out), names, {name: tie_key(hollow[name]) for name in names})
-    lazy = defer(hollow)
-    made: dict[str, Any] = {}
-    laid: dict[int, Any] = {}
-    problems: list[Problem] = []
-    for name, leaf in lazy.items():
-        if name in placed and id(leaf) not in laid:
-            try:
-                laid[id(leaf)] = place(leaf, placed[name])
-            except SpecMismatch as error:
-                problems.append(Problem("spec", f"{name!r}: {error}", (name,)))
-        made[name] = laid.get(id(leaf), leaf)
-    _raise(problems)
-    return StateDict.trusted(made, kind="lazy"), {id(lazy[name].op): layout for name, layout in placed.items()}
-
-
-def _resolved(table: Table, names: Sequence[str], ties: Mapping[str, Hashable]) -> dict[str, Layout]:
-    found, problems = table.resolve(names, ties)
-    _raise(problems)
-    return found
-
-
-def _raise(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise problems[0].error(f"locality: {describe(problems)}")
-
-
-def _wanted(target: Any, state: StateDict[Any]) -> dict[str, Layout]:
-    if target is None:
-        return {}
-    names = [name for name, leaf in state.items() if spec_of(leaf) is not None]
-    found = _resolved(Table.of("locality", target), names, {name: tie_key(state[name]) for name in names})
-    odd = [
-        f"{name!r} of shape {state[name].shape}"
-        for name, layout in found.items()
-        if not fits(layout, state[name].shape)
-    ]
-    if odd:
-        raise SpecMismatch(f"locality: target layouts that do not fit: {', '.join(odd[:10])}.")
-    return found
+    return _Search(every, states, given, wanted(target, states[-1])).run()
 
 
 @frozen

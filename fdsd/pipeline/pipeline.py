@@ -144,7 +144,8 @@ class _Steps:
 
         Args:
             layouts: How the source's tensors lie: a ``Layout``, a table or a ``ModelSpec``, as in ``shard_with``; or a
-                state of ``Sharded`` leaves, which is the source too. What it does not mention is whole on every rank.
+                state of sharded leaves, which is the source too. What it does not mention lies as the source's leaves
+                say, and plain tensors and specs are whole on every rank.
             source: The state to rewrite, or its specs; not needed where ``layouts`` has shapes.
             target: How the results are wanted. By default as ``shard_with``, ``reshard`` and ``gather`` in the pipeline
                 say, else as the sources lie, dims following the operations.

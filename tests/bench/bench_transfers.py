@@ -48,7 +48,7 @@ def small() -> nn.Module:
 
 def big() -> nn.Module:
     """16 tensors of 16 MB."""
-    return nn.ModuleList([nn.Linear(2048, 2048, bias=False) for _ in range(16)])
+    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)])
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"small": small, "big": big}

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
+from fdsd import OptimState, ParamGroup
 from fdsd.algebra.dtypes import as_bytes
+from fdsd.comms.modules import read_modules
+from fdsd.comms.optimizer_probe import fresh_copy
 
 __all__ = [
     "CASES",
@@ -20,12 +23,14 @@ __all__ = [
     "OwnFormat",
     "Setup",
     "by_name",
+    "copied",
     "setups",
     "small_model",
     "told",
     "told_all",
     "told_optimizer",
     "train",
+    "trained_linear",
 ]
 
 Params = Iterable[Any]
@@ -304,3 +309,22 @@ def told_all(model: nn.Module, optimizers: Iterable[Optimizer]) -> Any:
     """Describe a model and its optimizers: values, gradients, what trains."""
     params = [(name, told(p), told(p.grad), p.requires_grad) for name, p in model.named_parameters()]
     return params, [told_optimizer(optimizer) for optimizer in optimizers]
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+
+def copied(state: OptimState) -> OptimState:
+    """The same state in memory of its own."""
+    slots = {slot: {fqn: fresh_copy(v) for fqn, v in column.items()} for slot, column in state.slots.items()}
+    groups = [ParamGroup(g.fqns, fresh_copy(dict(g.options)), named=g.named) for g in state.groups]
+    return OptimState(slots, groups, extra=fresh_copy(dict(state.extra)))
+
+
+def trained_linear(cls: Callable[..., Optimizer] = torch.optim.Adam, **options: Any) -> Any:
+    """A Linear(3, 2), its optimizer after two steps, and what ``read_modules`` gives."""
+    torch.manual_seed(3)
+    model = nn.Linear(3, 2)
+    optimizer = cls(model.parameters(), **{"lr": 0.1, **options})
+    train(model, [optimizer], 2)
+    return model, optimizer, read_modules(model)

@@ -34,6 +34,7 @@ __all__ = ["RankDied", "RankError", "RankFailure", "RankHung", "run_ranks", "sto
 _GRACE = 5.0  # how long the others may take to notice that a rank has failed
 _CLOSING = 2.0  # how long ranks that are done may take to close their process groups
 _PRELOADED = (
+    "torch._dynamo",  # the first operation on a DTensor loads it
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",

@@ -13,6 +13,9 @@ import contextlib
 import io
 import re
 import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,21 @@ def commands(block: Block) -> Iterator[tuple[list[str], str]]:
         yield shlex.split(command), output
 
 
+def on_ranks(argv: list[str]) -> str:
+    """Run a file on several processes, as ``torchrun`` does; give what they printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port()), *argv]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        port: int = made.getsockname()[1]
+        return port
+
+
 def test_every_block_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +98,9 @@ def test_every_block_runs_and_prints_what_it_says(
             printed = ""
         elif block.language == "console":
             for (program, *argv), output in commands(block):
+                if program == "torchrun":
+                    assert on_ranks(argv) == output, f"README.md, line {block.line}: {argv}"
+                    continue
                 assert program == "fdsd"
                 code = main(argv)
                 assert capsys.readouterr() == (output, ""), f"README.md, line {block.line}: {argv}"

@@ -246,7 +246,7 @@ def test_a_parameter_in_two_optimizers_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("given", [None, 3, "adam", {"state": {}}, [nn.Linear(1, 1)]])
 def test_what_is_no_optimizer_is_refused(given: Any) -> None:
-    with pytest.raises(Unsupported, match="Optimizers are torch.optim.Optimizer"):
+    with pytest.raises(Unsupported, match=r"Optimizers are torch.optim.Optimizer"):
         read_optimizers(read_modules(nn.Linear(1, 1)), given)
 
 

@@ -169,7 +169,7 @@ def test_a_scheduled_optimizer_is_not_stepped() -> None:
     template_of(read_modules(model), adam)
     assert len(adam.state) == 0
     assert not getattr(adam, "_opt_called", False)
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
+    with pytest.warns(UserWarning, match=r"before `optimizer.step"):
         scheduler.step()
 
 

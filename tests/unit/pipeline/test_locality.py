@@ -12,12 +12,14 @@ from fdsd import (
     ModelSpec,
     OptimState,
     Pipeline,
+    Sharded,
     StateDict,
     TensorEntry,
     TensorSpec,
     TrainState,
     cast,
     concat,
+    defer,
     flatten_optim,
     gather,
     identity,
@@ -148,6 +150,19 @@ def test_layouts_with_shapes_of_their_own() -> None:
     assert p.locality(ModelSpec(entries), target={"w": ROWS}) == want
     assert p.locality(ModelSpec(entries), state, target=ModelSpec(entries)) == want
     assert not want.ok and want.num == 2
+
+
+def test_leaves_that_lie_over_ranks_say_so_themselves() -> None:
+    """On a real rank there is one shard, which is a source laid out over ranks once it is lazy."""
+    mine = Sharded(spec(4, 2), ROWS, shards={1: torch.ones(2, 2)})
+    flip = transpose("w")
+    want = flip.locality(ROWS, {"w": spec(4, 2)}, target=ROWS)
+    for state in ({"w": mine}, defer({"w": mine})):
+        assert flip.locality(state, target=ROWS) == want
+        assert flip.locality({"n": ROWS}, {**state, "n": spec(2)}, target={"w": ROWS}).moves == want.moves
+    with pytest.raises(SpecMismatch, match=r"'w' are made of parts that lie over ranks\. Say how"):
+        flip.locality(flip(defer({"w": mine})))
+    assert flip.locality(COLUMNS, flip(defer({"w": mine}))).ok
 
 
 def test_tied_names_count_once() -> None:
