@@ -20,7 +20,7 @@ from fdsd.algebra.ops.leaves import Constant, Origin
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
 from fdsd.data.statedict import StateDict, require_mapping
-from fdsd.data.ties import tie_key
+from fdsd.data.ties import place_of, place_over_ranks, tie_key
 
 __all__ = ["HANDLERS", "MAPPERS", "Applier", "apply", "constant", "defer", "defer_leaf"]
 
@@ -56,7 +56,11 @@ def defer_leaf(leaf: Any, fqn: str = "tensor") -> Any:
         spec = spec_of(leaf)
         assert spec is not None
         return Lazy(Origin(MemorySource({fqn: leaf}), fqn, spec), (), [spec])
-    if isinstance(leaf, torch.Tensor | VirtualTensor):
+    if isinstance(leaf, torch.Tensor):
+        made = _handler(leaf)(leaf)
+        made._place = place_over_ranks(leaf)  # pyright: ignore[reportPrivateUsage]  # only here, when it is new
+        return made
+    if isinstance(leaf, VirtualTensor):
         return _handler(leaf)(leaf)
     return leaf
 
@@ -82,7 +86,7 @@ def defer(state: Mapping[str, Any]) -> StateDict[Any]:
         if key is None:
             made[fqn] = defer_leaf(leaf, fqn)
         else:
-            if key not in seen:
+            if key not in seen or isinstance(leaf, Lazy):
                 seen[key] = defer_leaf(leaf, fqn)
             made[fqn] = seen[key]
     return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()), "lazy")
@@ -158,13 +162,14 @@ def apply(op: Op, *leaves: Any) -> Any:
 
 
 def _abstract(op: Op, given: Sequence[TensorSpec], made: TensorSpec | tuple[TensorSpec, ...]) -> Any:
-    """Carry over what is known of ties: equal operations on tied specs give tied specs."""
-    token: Hashable = None
-    if given and all(spec.tie is not None for spec in given):
-        token = (op, tuple([spec.tie for spec in given]))
+    """Carry over what is known of ties: a view lies where its input lies, anything else in memory of its own."""
     if isinstance(made, tuple):
-        return tuple([TensorSpec(s.shape, s.dtype, tie=token and (token, i)) for i, s in enumerate(made)])
-    return TensorSpec(made.shape, made.dtype, tie=token)
+        return tuple([TensorSpec(s.shape, s.dtype, tie=object()) for s in made])
+    place = place_of(given[0]) if given and op.is_view else None
+    tie: Hashable = None if place is None else op.view(place, given[0])
+    if tie is None and given and all(spec.tie is not None for spec in given):
+        tie = object()
+    return TensorSpec(made.shape, made.dtype, tie=tie)
 
 
 def constant(spec: TensorSpec, value: Any, *, like: Any = None) -> Any:
@@ -174,7 +179,7 @@ def constant(spec: TensorSpec, value: Any, *, like: Any = None) -> Any:
     tensor([7, 7], dtype=torch.int8)
     """
     if isinstance(like, TensorSpec):
-        return TensorSpec(spec.shape, spec.dtype, tie=("constant", spec, value))
+        return TensorSpec(spec.shape, spec.dtype, tie=object())
     op = Constant(spec, value)
     return op.eager().to(like.device) if is_exact(like) else Lazy(op, (), [spec])
 
@@ -222,7 +227,7 @@ class Applier:
         keys = tuple([tie_key(leaf) for leaf in leaves])
         if None in keys or not keys:
             return apply(op, *leaves)
-        key = (type(op), op, keys)
+        key = (type(op), op, keys, tuple([is_exact(leaf) for leaf in leaves]))
         if key not in self._made:
             self._made[key] = apply(op, *leaves)
             self._alive.extend(leaves)  # keys hold ids, which must not be used again

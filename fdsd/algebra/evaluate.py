@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.plan import check_budget
 from fdsd.data.errors import add_note
 from fdsd.data.region import Region
+from fdsd.data.ties import tie_key
 
 __all__ = ["evaluate"]
 
@@ -18,7 +19,7 @@ __all__ = ["evaluate"]
 def evaluate(
     roots: Sequence[Lazy], *, budget: int | None = None, names: Sequence[str] | None = None
 ) -> list[torch.Tensor]:
-    """Fill the whole of each expression into fresh memory; one tensor for each distinct node.
+    """Fill the whole of each expression into fresh memory; one tensor for those that are tied.
 
     Args:
         roots: The expressions.
@@ -29,19 +30,20 @@ def evaluate(
     >>> evaluate([defer_leaf(torch.ones(2))])
     [tensor([1., 1.])]
     """
-    called = dict(zip(map(id, reversed(roots)), reversed(names or ()), strict=False))  # the first name counts
-    distinct = list({id(root): root for root in roots}.values())
-    check_budget(distinct, budget)
-    session = Session(distinct, budget=budget)
-    made: dict[int, torch.Tensor] = {}
+    keys = [tie_key(root) for root in roots]
+    called = dict(zip(reversed(keys), reversed(names or ()), strict=False))  # the first name counts
+    distinct = dict(zip(keys, roots, strict=True))
+    check_budget(list(distinct.values()), budget)
+    session = Session(list(distinct.values()), budget=budget)
+    made: dict[Hashable, torch.Tensor] = {}
     with torch.no_grad():
-        for position, (given, root) in enumerate(zip(distinct, session.roots, strict=True)):
-            out = made[id(given)] = torch.empty(root.shape, dtype=root.dtype)
+        for position, (key, root) in enumerate(zip(distinct, session.roots, strict=True)):
+            out = made[key] = torch.empty(root.shape, dtype=root.dtype)
             try:
                 session.fill(root, Region.whole(root.shape), out)
             except Exception as error:
                 if names is not None:
-                    add_note(error, f"while reading {called[id(given)]!r}, {root.spec}")
+                    add_note(error, f"while reading {called[key]!r}, {root.spec}")
                 raise
             session.finish(position)
-    return [made[id(given)] for given in roots]
+    return [made[key] for key in keys]

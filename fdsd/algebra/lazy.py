@@ -13,6 +13,7 @@ import torch
 
 from fdsd.algebra.virtual import Standin
 from fdsd.data.errors import Unsupported
+from fdsd.data.place import Place
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 
@@ -36,6 +37,17 @@ class Op:
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run on tensors that are wholly here; the result may be a view of an input."""
         raise NotImplementedError
+
+    is_view: ClassVar[bool] = False
+    """Whether ``eager`` may give a view of its first input, so that ``view`` has to be asked."""
+
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        """Say where the view of a first input of this place and spec lies; ``None`` if ``eager`` would copy it."""
+        return None
+
+    def root(self) -> Place | None:
+        """Say where the result lies if it is not made by this operation but there before."""
+        return None
 
 
 class Structural(Op):
@@ -106,7 +118,7 @@ class Lazy(Standin):
 Use fdsd.materialize(state).
     """
 
-    __slots__ = ("__weakref__", "inputs", "op", "outputs")
+    __slots__ = ("__weakref__", "_place", "inputs", "op", "outputs")
 
     _kind = "lazy"
     _until = "until its data is read"
@@ -115,6 +127,7 @@ Use fdsd.materialize(state).
     op: Op
     inputs: tuple[Lazy, ...]
     outputs: tuple[TensorSpec, ...]
+    _place: Place | None
 
     def __init__(self, op: Op, inputs: Sequence[Lazy] = (), outputs: Sequence[TensorSpec] | None = None) -> None:
         self.op = op
@@ -123,6 +136,7 @@ Use fdsd.materialize(state).
             made = op.infer(*[x.spec for x in self.inputs])
             outputs = made if isinstance(made, tuple) else (made,)
         self.outputs = tuple(outputs)
+        self._place = None
 
     @property
     def spec(self) -> TensorSpec:
@@ -130,6 +144,21 @@ Use fdsd.materialize(state).
         if len(self.outputs) != 1:
             raise Unsupported(f"{self.op} gives {len(self.outputs)} tensors; take one of them with Item(i).")
         return self.outputs[0]
+
+    @property
+    def place(self) -> Place:
+        """Where ``eager`` would put the tensor, were its sources row-major memory."""
+        node: Lazy = self
+        views: list[Lazy] = []
+        while node._place is None and node.op.is_view:
+            views.append(node)
+            node = node.inputs[0]
+        place = node._place
+        if place is None:
+            place = node._place = node.op.root() or Place(("object", id(node)))
+        for view in reversed(views):
+            place = view._place = view.op.view(place, view.inputs[0].spec) or Place(("object", id(view)))
+        return place
 
     def __repr__(self) -> str:
         return f"Lazy({type(self.op).__name__}, {', '.join(map(str, self.outputs))})"

@@ -9,10 +9,12 @@ import torch
 from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.spans import view_of
 from fdsd.data.errors import SpecMismatch, Unsupported
+from fdsd.data.place import Place
 from fdsd.data.protocols import Piece
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.statedict import StateDict
+from fdsd.data.ties import place_of
 
 __all__ = ["MemorySource", "SpecSource"]
 
@@ -32,6 +34,9 @@ class SpecSource:
 
     def pieces(self, fqn: str) -> Sequence[Piece]:
         return [Piece(Region.whole(self._specs[fqn].shape))]
+
+    def place(self, fqn: str) -> Place | None:
+        return place_of(self._specs[fqn])
 
     def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
         raise Unsupported(f"{fqn!r} is known by its spec only; there is no data to read. Open the checkpoint itself.")
@@ -65,6 +70,9 @@ class MemorySource:
     def local(self, fqn: str) -> torch.Tensor:
         """Give the tensor itself, which is not to be written."""
         return self._tensors[fqn]
+
+    def place(self, fqn: str) -> Place | None:
+        return place_of(self._tensors[fqn])
 
     def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
         tensor = self._tensors[fqn]

@@ -267,7 +267,7 @@ def _from_the_first(placement: Any, ndim: int) -> Any:
     if dim >= 0:
         return placement
     factor = getattr(placement, "split_factor", None)
-    kind: Any = type(placement)
+    kind: Any = placement.__class__
     return kind(dim + ndim) if factor is None else kind(dim + ndim, split_factor=factor)
 
 

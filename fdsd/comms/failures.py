@@ -24,7 +24,7 @@ from fdsd.data.errors import RanksLost, listing
 
 __all__ = ["Inquiry", "ask_around", "close_connections", "count_failures", "default_store", "ranks_lost"]
 
-WAIT = 9.0
+WAIT = 8.0
 """For how many seconds ranks that have met a failure look out for the others."""
 
 _BEAT = 0.25  # a rank gives signs of life so often, and more seldom the more ranks there are
@@ -74,8 +74,11 @@ def close_connections(group: dist.ProcessGroup) -> None:
     """Break what connections gloo has left in a group, so that ranks that wait for this one notice at once.
 
     Else they would wait until their own timeout, and be missed by those that look out for them now. A receive that
-    times out makes gloo close all pairs of its context; torch has no call that does it.
+    times out makes gloo close all pairs of its context; torch has no call that does it. Other backends stay as they
+    are: some would wait for such a message for ever.
     """
+    if "cpu:gloo" not in dist.get_backend_config(group).split(","):
+        return
     with contextlib.suppress(RuntimeError, ValueError):
         never = dist.irecv(torch.empty(1, dtype=torch.uint8), None, group, _ALONE)
         if never is not None:

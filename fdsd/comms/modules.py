@@ -15,7 +15,6 @@ from torch import nn
 from fdsd.comms.live import ExtraState, LiveTensor, Modules
 from fdsd.comms.tabling import Table
 from fdsd.comms.walking import Walk
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import Unsupported, listing
 from fdsd.layout.placed import Placement
 
@@ -51,10 +50,9 @@ def read_modules(model: nn.Module | Iterable[nn.Module], *, fqn_modifiers: str =
     """
     parts = _parts(model)
     table = Table(parts)
-    with collector_paused():  # it would look at every row again and again
-        for part in parts:
-            Walk(part).into(table, fqn_modifiers)
-        return table.finished()
+    for part in parts:
+        Walk(part).into(table, fqn_modifiers)
+    return table.finished()
 
 
 def _parts(model: Any) -> tuple[nn.Module, ...]:

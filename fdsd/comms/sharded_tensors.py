@@ -23,7 +23,7 @@ from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Box, Pieces, intersect
 from fdsd.layout.placed import Placement
 
-__all__ = ["lazy_sharded_tensor", "make_sharded_tensor", "pieces_of_sharded_tensor"]
+__all__ = ["lazy_sharded_tensor", "make_sharded_tensor", "pieces_of_sharded_tensor", "spec_of_sharded_tensor"]
 
 
 def pieces_of_sharded_tensor(tensor: Any) -> Pieces:
@@ -35,7 +35,13 @@ def pieces_of_sharded_tensor(tensor: Any) -> Pieces:
     Raises:
         Unsupported: A shard lies on a worker of torch's RPC, which has no rank.
     """
-    return Pieces.of(len(tensor.size()), [(box, [rank]) for box, rank in _boxes_of(tensor)])
+    return Pieces.of(spec_of_sharded_tensor(tensor).ndim, [(box, [rank]) for box, rank in _boxes_of(tensor)])
+
+
+def spec_of_sharded_tensor(tensor: Any) -> TensorSpec:
+    """Give the spec of a ShardedTensor, without the warning that torch has for its attributes."""
+    metadata = tensor.metadata()
+    return TensorSpec(tuple(metadata.size), metadata.tensor_properties.dtype)
 
 
 def _boxes_of(tensor: Any) -> list[tuple[Box, int]]:
@@ -60,7 +66,7 @@ def lazy_sharded_tensor(tensor: Any) -> Lazy:
     Raises:
         Unsupported: A shard has no rank, or is of a class that fdsd does not know.
     """
-    spec = TensorSpec(tuple(tensor.size()), tensor.dtype)
+    spec = spec_of_sharded_tensor(tensor)
     boxes = _boxes_of(tensor)
     local = {
         tuple(shard.metadata.shard_offsets): _plain(shard.tensor)
@@ -149,8 +155,8 @@ def _own_box(local: torch.Tensor | None, pieces: Pieces, spec: TensorSpec) -> in
     """Find the piece of this rank, and check its shard."""
     if several := [some for _, some in pieces if len(some) != 1]:
         raise Unsupported(
-            f"make_sharded_tensor: each box of a ShardedTensor lies on one rank, and by the placement of a tensor {spec} "
-            f"there are boxes on ranks {listing(several)}. Make a DTensor, or choose one rank for each box."
+            f"make_sharded_tensor: each box of a ShardedTensor lies on one rank, and a tensor {spec} would have boxes "
+            f"on the ranks {listing(several)}. Make a DTensor, or choose one rank for each box."
         )
     ranks = [some[0] for _, some in pieces]
     if twice := {rank for rank in ranks if ranks.count(rank) > 1}:

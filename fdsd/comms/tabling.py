@@ -14,6 +14,7 @@ from torch.nn.parameter import Parameter
 
 from fdsd.comms.hooks import Machine
 from fdsd.comms.live import ExtraState, LiveTensor, Modules
+from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import NameConflict, listing
 from fdsd.data.ties import tie_key
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from fdsd.comms.fsdp1 import Flat
 
 __all__ = ["Table"]
+
+_PLAIN = {torch.Tensor, Parameter}
 
 
 class Table:
@@ -48,6 +51,10 @@ class Table:
         Raises:
             NameConflict: Two different tensors have one name.
         """
+        with collector_paused():
+            self._extend(found)
+
+    def _extend(self, found: Iterable[LiveTensor]) -> None:
         tensors, names, fqns, extra = self._tensors, self._names, self._fqns, self._extra
         for live in found:
             fqn = live.fqn
@@ -114,18 +121,14 @@ class Table:
 
         Most pointers are met once, and tell enough; those that are not get a closer look, and null ones too.
         """
-        plain = [
-            (fqn, tensor)
-            for fqn, (_, _, _, _, tensor, *_) in self._tensors.items()
-            if (type(tensor) is Parameter or type(tensor) is torch.Tensor) and tensor.layout is torch.strided
-        ]
-        pointers = [tensor.data_ptr() for _, tensor in plain]
+        plain = [live for live in self._tensors.values() if type(live[4]) in _PLAIN and live[4].layout is torch.strided]
+        pointers = [live[4].data_ptr() for live in plain]
         if len({*pointers}) == len(pointers):
             return
         firsts: dict[int, str] = {}
         suspects: dict[str, None] = {}
-        for (fqn, _), at in zip(plain, pointers, strict=True):
-            live = self._tensors[fqn]
+        for live, at in zip(plain, pointers, strict=True):
+            fqn = live.fqn
             first = firsts.setdefault(at, fqn) if at else fqn
             if (first is not fqn or not at) and live.tied_to is None and live.flat is None:
                 suspects[first] = suspects[fqn] = None
@@ -142,7 +145,8 @@ class Table:
 
     def finished(self) -> Modules:
         """Give the tables."""
-        self._join_same_memory()
+        with collector_paused():
+            self._join_same_memory()
         for fqn, live in self._tensors.items():
             if live.tied_to is not None:
                 self._aliases.setdefault(live.tied_to, []).append(fqn)

@@ -5,7 +5,7 @@ Modules that save by code of their own are ``showing``'s business, flat paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from fdsd.comms.hooks import Kind, Machine, has_own_code, kind_of, loading_code,
 from fdsd.comms.live import LiveTensor
 from fdsd.comms.tabling import Table
 from fdsd.comms.wrappers import EXTRA_STATE, FSDP1_WRAPPED
+from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ __all__ = ["Place", "Walk"]
 _CHECKPOINT = "_checkpoint_wrapped_module"
 
 
-_REST: tuple[Any, ...] = (None, None, None, True)
 _new: Any = vars(tuple)["__new__"]  # what LiveTensor() does, without taking arguments apart, which takes as long
 
 
@@ -35,18 +35,18 @@ class Place(NamedTuple):
     Attributes:
         module: The module.
         prefix: Its canonical name with the dot; empty at the top.
-        path: The same with the segments of wrappers, as ``load_state_dict`` spells it.
         kind: What its class does.
     """
 
     module: nn.Module
     prefix: str
-    path: str
     kind: Kind
 
 
 class Walk:
     """One walk through one part of a model.
+
+    The tensors are read on the way. They are read anew where hooks have to run before, or FSDP1 has flattened some.
 
     Args:
         part: The module to walk through.
@@ -58,47 +58,62 @@ class Walk:
     def __init__(self, part: nn.Module) -> None:
         self.places: list[Place] = []
         self.machines: list[tuple[range, Machine]] = []  # with the places at and below it; outer ones first
+        self._rows: list[LiveTensor] = []
+        self._extras: list[tuple[int, Place]] = []  # with the number of tensors before it
+        self._hooked: list[int] = []  # the numbers of places with pre-hooks
         self._flats: dict[int, dict[str, FlatView]] = {}  # by the identity of the module
         self._originals: dict[int, FlatView] = {}  # by the identity of the original parameter
         self._dtypes: dict[int, torch.dtype] = {}  # of buffers before mixed precision, by their identity
         self._kinds: dict[type[nn.Module], Kind] = {}
         self._above: set[int] = set()
-        self._visit(part, "", "")
+        with collector_paused():
+            self._visit(part, "")
         self.machines.sort(key=lambda found: (found[0].start, -found[0].stop))
 
-    def _visit(self, module: nn.Module, prefix: str, path: str) -> None:
-        if id(module) in self._above:
-            raise Unsupported(
-                f"The module {type(module).__name__} at {path[:-1]!r} contains itself, so its names have no end. Keep "
-                "the reference out of the module tree, for example in a list."
-            )
+    def _visit(self, module: nn.Module, prefix: str) -> None:
         kind = self._kinds.get(type(module))
         if kind is None:
             kind = self._kinds[type(module)] = kind_of(module)
         first = len(self.places)
-        self.places.append(Place(module, prefix, path, kind))
+        self.places.append(_new(Place, (module, prefix, kind)))
         inside: Any = module
+        if inside._parameters or inside._buffers:
+            _append_own(inside, prefix, self._rows)
+        if kind.has_extra:
+            self._extras.append((len(self._rows), self.places[first]))
+        if inside._state_dict_pre_hooks:
+            self._hooked.append(first)
         children: dict[str, nn.Module | None] = inside._modules
         if children:
+            if id(module) in self._above:
+                raise Unsupported(
+                    f"The module {type(module).__name__} at {prefix[:-1]!r} contains itself, so its names have no end. "
+                    "Keep the reference out of the module tree, for example in a list."
+                )
             self._above.add(id(module))
             for name, child in children.items():
-                if child is None:
-                    continue
-                if name == kind.wraps:
-                    self._visit(child, prefix, path if name == _CHECKPOINT else f"{path}{name}.")
-                else:
-                    self._visit(child, f"{prefix}{name}.", f"{path}{name}.")
+                if child is not None:
+                    self._visit(child, prefix if name == kind.wraps else f"{prefix}{name}.")
             self._above.discard(id(module))
         if has_own_code(module, kind):
             self._add_machine(first)
 
     def _add_machine(self, first: int) -> None:
-        module, prefix, path, kind = self.places[first]
+        module, prefix, kind = self.places[first]
         saving, loading = saving_code(module, kind), loading_code(module, kind)
         if saving or loading:
-            paths = {place.prefix: place.path[len(path) :] for place in self.places[first:]}
-            below = range(first, len(self.places))
-            self.machines.append((below, Machine(module, prefix, saving, loading, paths)))
+            paths = dict(self._paths(module, prefix, ""))
+            self.machines.append((range(first, len(self.places)), Machine(module, prefix, saving, loading, paths)))
+
+    def _paths(self, module: nn.Module, prefix: str, path: str) -> Iterator[tuple[str, str]]:
+        """Give each canonical prefix, and how ``load_state_dict`` spells it; inner modules after wrappers."""
+        yield prefix, path
+        wraps = self._kinds[type(module)].wraps
+        inside: Any = module
+        for name, child in inside._modules.items():
+            if child is not None:
+                below = path if name == wraps == _CHECKPOINT else f"{path}{name}."
+                yield from self._paths(child, prefix if name == wraps else f"{prefix}{name}.", below)
 
     def into(self, table: Table, fqn_modifiers: str) -> None:
         """Write what was found into a table.
@@ -111,44 +126,61 @@ class Walk:
             NameConflict: Two different tensors would have one name.
             Unsupported: Code of a module's own gives what cannot be understood.
         """
-        self._run_pre_hooks()
-        wrapped = [place.module for place in self.places if place.kind.wraps == FSDP1_WRAPPED]
-        if wrapped:
-            from fdsd.comms.fsdp1 import find_flats, original_dtypes
-
-            self._flats = find_flats(wrapped, table.flats)
-            views = [view for flat in table.flats.values() if flat.uses_originals for view in flat.views]
-            self._originals = {id(view.live): view for view in views}
-            self._dtypes = original_dtypes(wrapped)
+        has_run = self._run_pre_hooks()
+        is_flat = self._find_flats(table)
         if any(machine.saving for _, machine in self.machines):
             from fdsd.comms.showing import Showing
 
             Showing(self, fqn_modifiers).into(table)
             return
-        rows: list[LiveTensor] = []
-        metadata = table.metadata
-        for place in self.places:
-            module, prefix, _, kind = place
-            if kind.wraps is None:
-                inside: Any = module
-                metadata[prefix[:-1]] = {"version": inside._version}
-            self.own(place, rows)
-            if kind.has_extra:
-                table.extend(rows)
-                rows.clear()
-                table.add_extra(prefix + EXTRA_STATE, module.get_extra_state(), module)
-        table.extend(rows)
+        if has_run or is_flat:
+            self._read_anew()
+        with collector_paused():
+            places: Any = self.places
+            table.metadata.update(
+                {prefix[:-1]: {"version": module._version} for module, prefix, kind in places if kind.wraps is None}
+            )
+        done = 0
+        for end, (module, prefix, _) in self._extras:
+            table.extend(self._rows[done:end])
+            table.add_extra(prefix + EXTRA_STATE, module.get_extra_state(), module)
+            done = end
+        table.extend(self._rows[done:] if done else self._rows)
         for below, machine in reversed(self.machines):  # the outermost one has the last word
             table.through.update(dict.fromkeys(self._names_of(below), machine))
 
-    def _run_pre_hooks(self) -> None:
+    def _read_anew(self) -> None:
+        self._rows, self._extras = [], []
+        for place in self.places:
+            self.own(place, self._rows)
+            if place.kind.has_extra:
+                self._extras.append((len(self._rows), place))
+
+    def _run_pre_hooks(self) -> bool:
         """Run what runs before a state dict is taken; FSDP2 puts its shards back in place so."""
         itself = {i for below, machine in self.machines if "state_dict" in machine.saving for i in below}
-        for i, place in enumerate(self.places):
-            inside: Any = place.module
-            if inside._state_dict_pre_hooks and i not in itself:
-                for hook in pre_hooks(inside):
-                    hook(inside, place.prefix, False)
+        has_run = False
+        for i in self._hooked:
+            if i in itself:
+                continue
+            module, prefix, _ = self.places[i]
+            for hook in pre_hooks(module):
+                hook(module, prefix, False)
+                has_run = True
+        return has_run
+
+    def _find_flats(self, table: Table) -> bool:
+        """Find what FSDP1 has flattened, and tell whether there is any."""
+        if not any(kind.wraps == FSDP1_WRAPPED for kind in self._kinds.values()):
+            return False
+        from fdsd.comms.fsdp1 import find_flats, original_dtypes
+
+        wrapped = [place.module for place in self.places if place.kind.wraps == FSDP1_WRAPPED]
+        self._flats = find_flats(wrapped, table.flats)
+        views = [view for flat in table.flats.values() if flat.uses_originals for view in flat.views]
+        self._originals = {id(view.live): view for view in views}
+        self._dtypes = original_dtypes(wrapped)
+        return True
 
     def _names_of(self, below: range) -> Iterator[str]:
         for i in below:
@@ -160,44 +192,33 @@ class Walk:
 
     def own(self, place: Place, rows: list[LiveTensor]) -> None:
         """Append the tensors of one module, but not of those below it: parameters first, then buffers."""
-        module, prefix, _, _ = place
-        inside: Any = module
-        parameters: Mapping[str, torch.Tensor | None] = inside._parameters
-        if parameters or self._flats:
-            if self._flats:
-                parameters = self._flattened(place, rows)
-            for name, tensor in parameters.items():
-                if tensor is not None:
-                    row = (prefix + name, "parameter", True, tensor.requires_grad, tensor, module, name)
-                    rows.append(_new(LiveTensor, row + _REST))
-        buffers: Mapping[str, torch.Tensor | None] = inside._buffers
-        if buffers:
-            passing: set[str] = inside._non_persistent_buffers_set
-            for name, tensor in buffers.items():
-                if tensor is not None:
-                    dtype = self._dtypes.get(id(tensor)) if self._dtypes else None
-                    is_in = name not in passing
-                    trains = tensor.requires_grad
-                    rows.append(
-                        LiveTensor(prefix + name, "buffer", is_in, trains, tensor, module, name, None, None, dtype)
-                    )
-
-    def _flattened(self, place: Place, rows: list[LiveTensor]) -> dict[str, torch.Tensor | None]:
-        """Append the parameters of a module that lie in flat parameters of FSDP1, and give the others."""
-        module, prefix, _, _ = place
-        inside: Any = module
-        parameters: Mapping[str, torch.Tensor | None] = inside._parameters
-        flats = dict(self._flats.get(id(module), {}))
-        for name, tensor in parameters.items():  # tied to one in another unit, which FSDP does not know
-            if name not in flats and id(tensor) in self._originals:
-                flats[name] = self._originals[id(tensor)]
+        if not self._flats and not self._originals and not self._dtypes:
+            _append_own(place.module, place.prefix, rows)
+            return
+        found: list[LiveTensor] = []
+        _append_own(place.module, place.prefix, found)
+        flats = dict(self._flats.get(id(place.module), {}))
+        for live in found:  # tied to one in another unit, which FSDP does not know
+            if live.name not in flats and id(live.tensor) in self._originals:
+                flats[live.name] = self._originals[id(live.tensor)]
         for name, view in flats.items():
-            live = view.live
-            rows.append(
-                LiveTensor(prefix + name, "parameter", True, live.requires_grad, live, module, name, None, view)
-            )
-        return {
-            name: tensor
-            for name, tensor in parameters.items()
-            if name not in flats and not getattr(tensor, "_is_flat_param", False)
-        }
+            one, trains = view.live, view.live.requires_grad
+            rows.append(LiveTensor(place.prefix + name, "parameter", True, trains, one, place.module, name, None, view))
+        rest = [live for live in found if live.name not in flats and not getattr(live.tensor, "_is_flat_param", False)]
+        rows.extend([live._replace(dtype=self._dtypes.get(id(live.tensor))) for live in rest])
+
+
+def _append_own(module: nn.Module, prefix: str, rows: list[LiveTensor]) -> None:
+    """Append the tensors that one module has, as they stand there."""
+    inside: Any = module
+    for name, tensor in inside._parameters.items():
+        if tensor is not None:
+            row = (prefix + name, "parameter", True, tensor.requires_grad, tensor, module, name, None, None, None, True)
+            rows.append(_new(LiveTensor, row))
+    if inside._buffers:
+        passing: set[str] = inside._non_persistent_buffers_set
+        for name, tensor in inside._buffers.items():
+            if tensor is not None:
+                rows.append(
+                    LiveTensor(prefix + name, "buffer", name not in passing, tensor.requires_grad, tensor, module, name)
+                )

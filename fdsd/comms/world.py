@@ -232,6 +232,9 @@ class GroupWorld:
         Args:
             statement: What can be pickled. Small statements take one round.
 
+        Returns:
+            Copies, the own one too. Equal statements may be one object: they are values, not to be changed.
+
         Raises:
             Unsupported: Some rank's statement cannot be pickled, or not be read here; the former on all ranks.
             RanksLost: Some ranks are gone.
@@ -262,8 +265,10 @@ class GroupWorld:
         made = [read[payload] for payload in payloads]
         refused = {rank: s.reason for rank, s in zip(self.ranks, made, strict=True) if isinstance(s, _Unpicklable)}
         if refused:
-            told = [f"rank {rank} ({reason})" for rank, reason in refused.items()]
-            raise Unsupported(f"agree: statements that cannot be pickled, of {listing(told, sort=False)}.")
+            rank, reason = next(iter(refused.items()))
+            raise Unsupported(
+                f"agree: statements that cannot be pickled, of ranks {listing(refused)}; of rank {rank}: {reason}."
+            )
         return made
 
     def _gather(self, data: bytes, size: int) -> list[bytes]:

@@ -287,9 +287,17 @@ def _count(groups: Iterable[dict[int, int]]) -> int:
 def _odd_digits(source: Template, reader: Matcher, index: str, names: Sequence[str]) -> Iterator[Problem]:
     """Find names whose index is a number written in another way, such as ``07``."""
     for at, bound in source.matcher.find(names):
-        if bound[index].isdecimal() and reader.match(names[at]) is None:
-            message = f"{names[at]!r}: index {index} is {bound[index]!r}; write indices without leading zeros."
+        digits = bound[index]
+        if digits.isdecimal() and digits != (plain := _plain(digits)) and reader.match(names[at]) is None:
+            if reader.match(source.matcher.format({**bound, index: plain})) is None:
+                continue  # it would be none of ours in any case
+            message = f"{names[at]!r}: index {index} is {digits!r}; write indices without leading zeros."
             yield Problem("ragged indices", message, (names[at],))
+
+
+def _plain(digits: str) -> str:
+    """Write a number as indices are written: without leading zeros, in the digits of ASCII."""
+    return "".join([str(int(digit)) for digit in digits]).lstrip("0") or "0"
 
 
 def _written(reader: Matcher, bindings: dict[str, str], index: str, missing: Iterable[int]) -> Iterator[str]:

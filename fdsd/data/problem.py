@@ -22,6 +22,7 @@ from fdsd.data.errors import (
 
 __all__ = ["Problem", "describe"]
 
+# An error that came from elsewhere is of the first kind that has its class.
 _ERRORS: dict[str, type[FdsdError]] = {
     "unmatched rule": UnknownName,
     "shadowed rule": UnknownName,
@@ -51,6 +52,16 @@ class Problem:
     message: str
     names: tuple[str, ...] = ()
     rule: int | None = None
+
+    @classmethod
+    def of(cls, error: FdsdError, names: Iterable[str] = ()) -> Problem:
+        """Turn an error about some names into a problem.
+
+        >>> Problem.of(SpecMismatch("shapes differ"), ["x"])
+        Problem(kind='spec', message='shapes differ', names=('x',), rule=None)
+        """
+        kind = next((kind for kind, found in _ERRORS.items() if isinstance(error, found)), "other")
+        return cls(kind, str(error), tuple(names))
 
     @property
     def error(self) -> type[FdsdError]:

@@ -28,7 +28,11 @@ class Piece:
 
 @runtime_checkable
 class Source(Protocol):
-    """Named tensors somewhere: in memory, in files, on ranks."""
+    """Named tensors somewhere: in memory, in files, on ranks.
+
+    One that knows which of its tensors share memory has ``place(fqn) -> Place | None`` too; else each is taken to lie
+    in memory of its own.
+    """
 
     def specs(self) -> StateDict[TensorSpec]:
         """Give the spec of each tensor, in the order of the source."""

@@ -15,6 +15,7 @@ import torch
 from attrs import field, frozen
 
 from fdsd.data.errors import SpecMismatch, Unsupported
+from fdsd.data.place import Place
 
 __all__ = ["TensorSpec", "VirtualTensor", "dtype_name", "is_exact", "spec_of"]
 
@@ -90,6 +91,11 @@ class VirtualTensor:
     def spec(self) -> TensorSpec:
         """Shape and dtype of the whole tensor."""
         raise NotImplementedError
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor would lie, were it in memory: leaves of one place, shape and dtype are tied."""
+        return Place(("object", id(self)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ beyond what equality needs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast, overload
 
@@ -16,8 +16,9 @@ import torch
 
 from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, Unsupported, listing
 from fdsd.data.naming import nearest
+from fdsd.data.place import Place
 from fdsd.data.spec import TensorSpec, spec_of
-from fdsd.data.ties import ties
+from fdsd.data.ties import place_of
 
 __all__ = ["Kind", "StateDict", "as_mapping", "require_mapping", "same_leaf", "specs"]
 
@@ -301,15 +302,25 @@ def specs(state: Mapping[str, Any]) -> StateDict[Any]:
     })
     """
     state = require_mapping(state, "specs")
-    tokens = {name: token for group in ties(state) for token in [object()] for name in group}
+    places = _shared_places(state)
     made: dict[str, Any] = {}
     for name, leaf in state.items():
         spec = spec_of(leaf)
-        token = tokens.get(name)
-        if spec is not None and spec.tie is not token:
-            spec = TensorSpec(spec.shape, spec.dtype, tie=token)
+        place = places.get(name)
+        if spec is not None and spec.tie != place:
+            spec = TensorSpec(spec.shape, spec.dtype, tie=place)
         made[name] = leaf if spec is None else spec
     return StateDict.trusted(made, getattr(state, "_metadata", None), kind="abstract")
+
+
+def _shared_places(state: Mapping[str, Any]) -> dict[str, Place]:
+    """Give the places of leaves that share memory with another one: they are tied, or may come to be."""
+    by_root: dict[Hashable, dict[str, Place]] = {}
+    for name, leaf in state.items():
+        if (place := place_of(leaf)) is not None:
+            by_root.setdefault(place.root, {})[name] = place
+    shared = [(object(), places) for places in by_root.values() if len(places) > 1]  # ids may come to be used again
+    return {name: place._replace(root=token) for token, places in shared for name, place in places.items()}
 
 
 class _Frame:

@@ -2,7 +2,8 @@
 
 Two names are tied when their leaves are one view of one storage object: the same storage, offset, shape and
 strides. A bare data pointer is never enough, since empty and meta tensors share it. Tensors over ranks are tied when
-what this rank holds of them is, and their global shapes and placements are equal.
+what this rank holds of them is, and their global shapes and placements are equal. A leaf that has no memory yet lies
+where it would lie if each source were row-major memory, so that all kinds of leaves are tied alike.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any
 
 import torch
 
+from fdsd.data.place import Place, row_major_or
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 
-__all__ = ["storage_id", "tie_key", "ties"]
+__all__ = ["place_of", "place_over_ranks", "storage_id", "tie_key", "ties"]
+
+# ShardedTensor warns of its end whenever an attribute is looked at.
+_PlainAccess = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # no public name
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -26,6 +31,46 @@ def storage_id(tensor: torch.Tensor) -> int:
     return found
 
 
+def place_of(leaf: object) -> Place | None:
+    """Give where a leaf lies; ``None`` for what cannot be tied, or is not known to share memory with anything.
+
+    >>> w = torch.ones(2, 3)
+    >>> place_of(w[1]).offset, place_of(w.t()).strides, place_of(TensorSpec((2,), torch.int8))
+    (3, (1, 3), None)
+    """
+    if isinstance(leaf, TensorSpec):
+        return leaf.tie if leaf.tie is None or isinstance(leaf.tie, Place) else Place(("spec", leaf.tie))
+    if isinstance(leaf, VirtualTensor):
+        return leaf.place
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return _place_in_memory(leaf) if _is_grid(leaf) else place_over_ranks(leaf) or Place(("object", id(leaf)))
+
+
+def _is_grid(tensor: torch.Tensor) -> bool:
+    return is_exact(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _place_in_memory(tensor: torch.Tensor) -> Place:
+    root = "storage", storage_id(tensor), tensor.is_conj(), tensor.is_neg()
+    strides = None if tensor.is_contiguous() else row_major_or(tensor.shape, tensor.stride())
+    return Place(root, int(tensor.storage_offset()), strides)
+
+
+def place_over_ranks(tensor: torch.Tensor) -> Place | None:
+    """Tell which memory of this rank a wrapper over ranks has: ``state_dict()`` makes a new wrapper for each name.
+
+    DTensor and ShardedTensor are known by the attributes that hold their local tensors; their classes cost an import.
+    """
+    local: Any = getattr(tensor, "_local_tensor", None)
+    shards = [local] if isinstance(local, torch.Tensor) else [s.tensor for s in getattr(tensor, "_local_shards", ())]
+    if not shards:
+        return None
+    with _PlainAccess():
+        placements = getattr(tensor, "placements", None)
+    return Place(("over ranks", placements, tuple([tie_key(shard) for shard in shards])))
+
+
 def tie_key(leaf: object) -> Hashable | None:
     """Give a key that is equal for two live leaves exactly if they are tied; ``None`` for what cannot be.
 
@@ -33,27 +78,18 @@ def tie_key(leaf: object) -> Hashable | None:
     >>> tie_key(w) == tie_key(torch.nn.Parameter(w)), tie_key(w) == tie_key(w.t())
     (True, False)
     """
-    if isinstance(leaf, torch.Tensor) and is_exact(leaf) and leaf.layout is torch.strided and not leaf.is_nested:
-        place = storage_id(leaf), leaf.storage_offset(), tuple(leaf.shape), leaf.stride()
-        return *place, leaf.dtype, leaf.is_conj(), leaf.is_neg()
-    if isinstance(leaf, TensorSpec):
-        return None if leaf.tie is None else ("spec", leaf.tie, leaf.shape, leaf.dtype)
-    if isinstance(leaf, torch.Tensor) and (held := _held(leaf)):
-        return "over ranks", tuple(leaf.shape), leaf.dtype, getattr(leaf, "placements", None), held
-    if isinstance(leaf, torch.Tensor | VirtualTensor):
-        return "object", id(leaf)
-    return None
-
-
-def _held(leaf: torch.Tensor) -> tuple[Hashable, ...]:
-    """Tell which memory of this rank a wrapper over ranks has: ``state_dict()`` makes a new wrapper for each name.
-
-    DTensor and ShardedTensor are known by the attributes that hold their local tensors; their classes cost an import.
-    """
-    local: Any = getattr(leaf, "_local_tensor", None)
-    if isinstance(local, torch.Tensor):
-        return (tie_key(local),)
-    return tuple([tie_key(shard.tensor) for shard in getattr(leaf, "_local_shards", ())])
+    if isinstance(leaf, torch.Tensor):
+        if _is_grid(leaf):
+            return _place_in_memory(leaf), tuple(leaf.shape), leaf.dtype
+        if (held := place_over_ranks(leaf)) is None:
+            return "object", id(leaf)  # it may have no shape to ask for
+        with _PlainAccess():
+            return held, tuple(leaf.shape), leaf.dtype
+    place = place_of(leaf)
+    if place is None:
+        return None
+    spec = leaf if isinstance(leaf, TensorSpec) else leaf.spec if isinstance(leaf, VirtualTensor) else None
+    return None if spec is None else (place, spec.shape, spec.dtype)
 
 
 def ties(state: Mapping[str, Any]) -> list[tuple[str, ...]]:

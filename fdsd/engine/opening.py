@@ -11,6 +11,7 @@ from fdsd.algebra.ops import Origin
 from fdsd.data.collecting import collector_paused
 from fdsd.data.protocols import Source
 from fdsd.data.statedict import StateDict
+from fdsd.data.ties import tie_key
 from fdsd.storage.formats import open_source
 
 __all__ = ["open", "state_of"]
@@ -57,8 +58,8 @@ def state_of(source: Source) -> StateDict[Any]:
         spec = found.get(fqn)
         if spec is None:
             made[fqn] = entry
-        elif spec.tie is None:
+        elif (key := tie_key(spec)) is None:
             made[fqn] = Lazy(Origin(source, fqn, spec), (), [spec])
         else:
-            made[fqn] = tied.setdefault(spec.tie, Lazy(Origin(source, fqn, spec), (), [spec]))
+            made[fqn] = tied.setdefault(key, Lazy(Origin(source, fqn, spec), (), [spec]))
     return StateDict.trusted(made, getattr(whole, "_metadata", None))

@@ -11,7 +11,7 @@ from fdsd.algebra.apply import Applier
 from fdsd.data.errors import FdsdError, add_note
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, spec_of
-from fdsd.pipeline.rewrite import UNKNOWN, Assign, Rewrite, problem_of
+from fdsd.pipeline.rewrite import UNKNOWN, Assign, Rewrite
 
 __all__ = ["build_leaf", "build_leaves"]
 
@@ -51,7 +51,7 @@ def build_leaf(applier: Applier, assign: Assign, values: list[Any], problems: li
         sources = [f"{n!r} {_text(v)}" for n, v in zip(assign.sources[:10], values, strict=False)]
         more = f" and {len(values) - 10} more" if len(values) > 10 else ""
         from_text = f" from {', '.join(sources)}{more}" if sources else ""
-        problem = problem_of(error, (assign.target, *assign.sources))
+        problem = Problem.of(error, (assign.target, *assign.sources))
         message = f"making {assign.target!r}{from_text}: {problem.message}"
         problems.append(Problem(problem.kind, message, problem.names))
         return UNKNOWN

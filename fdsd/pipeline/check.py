@@ -17,9 +17,10 @@ from fdsd.data.statedict import StateDict, require_mapping, specs
 from fdsd.data.train import TrainState
 from fdsd.pipeline.build import build_leaves
 from fdsd.pipeline.lift import lift_beside
-from fdsd.pipeline.rewrite import UNKNOWN, Scope, problem_of
+from fdsd.pipeline.rewrite import UNKNOWN, Scope
 from fdsd.pipeline.run import run_step, short
 from fdsd.pipeline.step import Step
+from fdsd.pipeline.untying import Watch
 
 __all__ = ["Finding", "Report", "abstract", "check", "trace"]
 
@@ -40,11 +41,16 @@ class Finding:
 class Report:
     """All problems of a pipeline on a source. It has no truth value: ask ``.ok``.
 
+    Attributes:
+        findings: What is wrong.
+        warnings: What runs, and may not be meant: names that were tied and are so no more.
+
     >>> Report(()).ok
     True
     """
 
     findings: tuple[Finding, ...]
+    warnings: tuple[Finding, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -69,10 +75,9 @@ class Report:
         raise TypeError("A Report has no truth value; ask report.ok.")
 
     def __str__(self) -> str:
-        if self.ok:
-            return "no problems"
-        lines = [f"{plural(len(self.findings), 'problem')}:", *[f"  {finding}" for finding in self.findings]]
-        return "\n".join(lines)
+        kinds = (self.findings, "problem"), (self.warnings, "warning")
+        texts = [[f"{plural(len(found), word)}:", *[f"  {one}" for one in found]] for found, word in kinds if found]
+        return "\n".join([*(["no problems"] if self.ok else []), *[line for text in texts for line in text]])
 
     __repr__ = __str__
 
@@ -91,16 +96,19 @@ def abstract(source: Any) -> Any:
 def check(steps: Iterable[Step], source: Any, expect: Mapping[str, Any] | ModelSpec | None) -> Report:
     """Run the steps on specs, collecting every problem; see ``Pipeline.check``."""
     findings: list[Finding] = []
+    watch = Watch()
     state = abstract(source)
     for number, step in enumerate(steps, start=1):
         problems: list[Problem] = []
-        state = trace(step, state, problems)
+        given, state = state, trace(step, state, problems)
         where = f"step {number}, {short(step.call_text(), 60)}"
         findings.extend([Finding(number, where, problem) for problem in problems])
+        if not problems and not step.converts and not isinstance(given, OptimState):
+            watch.step((number, where), step, _model_of(given), _model_of(state))
     if expect is not None:
         problems = list(_compare(_model_of(state), _model_of(abstract(expect)), blurred=bool(findings)))
         findings.extend([Finding(0, "expected", problem) for problem in problems])
-    return Report(tuple(findings))
+    return Report(tuple(findings), tuple([Finding(*where, problem) for where, problem in watch.warnings()]))
 
 
 def _model_of(state: Any) -> Mapping[str, Any]:
@@ -118,7 +126,7 @@ def trace(step: Step, state: Any, problems: list[Problem]) -> Any:
         try:
             return run_step(step, state)
         except FdsdError as error:
-            problems.append(problem_of(error))
+            problems.append(Problem.of(error))
             return state
     if isinstance(state, TrainState):
         rewrite = step.rewrite(Scope(state.model))

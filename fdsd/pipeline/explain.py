@@ -16,11 +16,13 @@ from fdsd.data.errors import FdsdError, plural
 from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, spec_of
+from fdsd.data.ties import tie_key
 from fdsd.data.train import TrainState
 from fdsd.pipeline.check import abstract, trace
 from fdsd.pipeline.lines import Line, dropped_lines, made_lines
-from fdsd.pipeline.rewrite import UNKNOWN, Assign, Scope, problem_of
+from fdsd.pipeline.rewrite import UNKNOWN, Assign, Scope
 from fdsd.pipeline.step import Step
+from fdsd.pipeline.untying import Untied, untied
 
 __all__ = ["Explained", "Explanation", "Line", "Size", "explain"]
 
@@ -51,6 +53,7 @@ class Explained:
     Attributes:
         unchanged: How many names are passed on as they are.
         gives: The class of state that comes out, if it is another one than went in.
+        unties: Names of one tensor that become several tensors here.
     """
 
     number: int
@@ -59,6 +62,7 @@ class Explained:
     unchanged: int
     problems: tuple[Problem, ...] = ()
     gives: str | None = None
+    unties: tuple[Untied, ...] = ()
 
     def text(self) -> Iterator[str]:
         """Word the step."""
@@ -71,6 +75,10 @@ class Explained:
             yield from _wrap(str(line), "   ", "       ")
         if rest := sum([line.count for line in self.lines[_MOST:]]):
             yield f"   and {plural(rest, 'name')} more"
+        for pair in self.unties[: _MOST // 5]:
+            yield from _wrap(str(pair), "   ", "       ")
+        if (rest := len(self.unties) - _MOST // 5) > 0:
+            yield f"   unties names of {plural(rest, 'tensor')} more"
         for problem in self.problems[: _MOST // 5]:
             yield from _wrap(problem.message, "   ! ", "   ! ")
         if (rest := len(self.problems) - _MOST // 5) > 0:
@@ -166,7 +174,7 @@ def explain(steps: Iterable[Step], source: Any) -> Explanation:
         try:
             state = trace(step, given, problems)
         except FdsdError as error:
-            problems.append(problem_of(error))
+            problems.append(Problem.of(error))
         explained.append(_explained(number, step, assigns, given, state, problems))
     return Explanation(tuple(explained), _size(first), _size(state), _optimizer(first, state))
 
@@ -190,7 +198,8 @@ def _explained(
     used = {name for assign in assigns for name in (*assign.sources, *assign.beside)}
     dropped = {name: leaf for name, leaf in before.items() if name not in used} if found is not None else {}
     lines = (*made_lines(changes, before, after), *dropped_lines(dropped))
-    return Explained(number, call, lines, len(assigns) - len(changes), tuple(problems))
+    unties = untied(assigns, before, after)
+    return Explained(number, call, lines, len(assigns) - len(changes), tuple(problems), unties=tuple(unties))
 
 
 # -- states ------------------------------------------------------------------------------------------------
@@ -217,8 +226,8 @@ def _size(state: Any) -> Size:
     nbytes = 0
     for column in columns:
         for leaf in column.values():
-            if isinstance(leaf, TensorSpec) and (leaf.tie is None or leaf.tie not in seen):
-                seen.add(leaf.tie)
+            if isinstance(leaf, TensorSpec) and ((key := tie_key(leaf)) is None or key not in seen):
+                seen.add(key)
                 nbytes += leaf.nbytes
     leaves = _leaves(state)
     unknown = 0 if isinstance(state, OptimState) else sum([leaf is UNKNOWN for leaf in leaves.values()])

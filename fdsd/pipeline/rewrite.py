@@ -12,23 +12,13 @@ from typing import Any
 from attrs import frozen
 
 from fdsd.algebra.apply import Applier
-from fdsd.data.errors import (
-    BadPattern,
-    FdsdError,
-    IncompleteGroup,
-    NameConflict,
-    NotInvertible,
-    SpecMismatch,
-    UnknownName,
-    Unsupported,
-    listing,
-)
+from fdsd.data.errors import listing
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
 from fdsd.data.statedict import Kind
 from fdsd.data.ties import tie_key
 
-__all__ = ["UNKNOWN", "Assign", "Build", "Rewrite", "Scope", "keep", "problem_of"]
+__all__ = ["UNKNOWN", "Assign", "Build", "Rewrite", "Scope", "keep"]
 
 Build = Callable[[Applier, Sequence[Any]], Any]
 """Makes a leaf of leaves with operations only."""
@@ -154,20 +144,3 @@ class Rewrite:
                 )
                 reported.append(Problem("collision", text, tuple(sources)))
         return cls(tuple(found.values()), tuple(reported))
-
-
-_KINDS: dict[type[FdsdError], str] = {
-    SpecMismatch: "spec",
-    Unsupported: "unsupported",
-    NameConflict: "collision",
-    UnknownName: "unmatched rule",
-    BadPattern: "pattern",
-    IncompleteGroup: "partial group",
-    NotInvertible: "round trip",
-}
-
-
-def problem_of(error: FdsdError, names: Sequence[str] = ()) -> Problem:
-    """Turn an error about some names into a problem."""
-    kind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "other")
-    return Problem(kind, str(error), tuple(names))

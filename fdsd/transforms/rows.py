@@ -29,36 +29,50 @@ class IndexSelect(Each):
 
     index: tuple[int, ...] = ()
     dim: int = 0
+    from_size: int | None = None
     verb: ClassVar[str] = "index_select"
 
     @property
     def _is_permutation(self) -> bool:
-        return sorted(self.index) == list(range(len(self.index)))
+        """Whether nothing is left out or repeated, as far as it is known."""
+        count = len(self.index)
+        return self.from_size in (None, count) and sorted(self.index) == list(range(count))
 
     @property
     def own_grade(self) -> Grade:
         return Grade.EXACT if self._is_permutation else Grade.NONE
 
     def make(self, apply: Applier, leaf: Any, spec: TensorSpec) -> Any:
-        return apply(IndexSelectOp(as_dim(self.dim, spec), self.index), leaf)
+        dim = as_dim(self.dim, spec)
+        if self.from_size is not None and spec.shape[dim] != self.from_size:
+            raise SpecMismatch(wrong_size(dim, spec, self.from_size))
+        return apply(IndexSelectOp(dim, self.index), leaf)
 
     def inverse(self) -> Step:
         if not self._is_permutation:
             self.refuse_inverse("indices that are left out or repeated cannot be put back; it is no permutation.")
         back = sorted(range(len(self.index)), key=self.index.__getitem__)
-        return IndexSelect(self.which, tuple(back), self.dim)
+        return IndexSelect(self.which, tuple(back), self.dim, self.from_size)
 
     def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
-        for name in names if self._is_permutation else ():
+        sizes: list[tuple[str, int]] = []
+        for name in names if self.from_size is None and self._is_permutation else ():
             spec = require_spec(scope.spec(name))
-            size = spec.shape[as_dim(self.dim, spec)]
-            if size != len(self.index):
-                self.refuse_inverse(f"{name!r} has {size} indices there, so it is no permutation of them.")
-        return (self,)
+            sizes.append((name, spec.shape[as_dim(self.dim, spec)]))
+        if all(size == len(self.index) for _, size in sizes):
+            return (self,)
+        return self.fix_each("from_size", sizes)  # of a longer dim, these indices leave some out
 
     def call_text(self) -> str:
         named = {"dim": self.dim} if self.dim else {}
+        if self.from_size is not None:
+            named["from_size"] = self.from_size
         return call(self.verb, [self.which.one_text(), repr(list(self.index))], **named)
+
+
+def wrong_size(dim: int, spec: TensorSpec, wanted: int) -> str:
+    """Say that a dim has not the size that was given for it."""
+    return f"dim {dim} of shape {spec.shape} has size {spec.shape[dim]}, not from_size={wanted}."
 
 
 @frozen
@@ -78,7 +92,7 @@ class _Sized(Each):
         dim = as_dim(self.dim, spec)
         size = spec.shape[dim]
         if self.from_size is not None and size != self.from_size:
-            raise SpecMismatch(f"dim {dim} of shape {spec.shape} has size {size}, not from_size={self.from_size}.")
+            raise SpecMismatch(wrong_size(dim, spec, self.from_size))
         return dim, size
 
     def fix(self, scope: Scope, names: Sequence[str]) -> tuple[Step, ...]:
@@ -139,7 +153,9 @@ class Crop(_Sized):
         return Pad(self.which, self.from_size, self.dim, self.to)
 
 
-def index_select(which: Which, index: Sequence[int] | torch.Tensor, *, dim: int = 0) -> Pipeline:
+def index_select(
+    which: Which, index: Sequence[int] | torch.Tensor, *, dim: int = 0, from_size: int | None = None
+) -> Pipeline:
     """Take indices of a dim of each tensor, in any order.
 
     Args:
@@ -147,11 +163,12 @@ def index_select(which: Which, index: Sequence[int] | torch.Tensor, *, dim: int 
         index: The indices, 0 or more: index ``i`` of the result is index ``index[i]`` of the source. A tensor has one
             dim and whole numbers; a mask is none.
         dim: The dim; negative ones count from the end.
+        from_size: The size before, checked; ``.bind(source)`` writes it where ``index`` leaves some out.
 
     Raises:
         BadPattern: Names are no names.
         UnknownName: When run: a pattern matches nothing.
-        SpecMismatch: Indices are no whole numbers; when run: a tensor has no such dim or index.
+        SpecMismatch: Indices are no whole numbers; when run: a tensor has no such dim or index, or not ``from_size``.
 
     Law: exact if ``index`` is a permutation of the dim, otherwise not invertible.
 
@@ -167,7 +184,8 @@ def index_select(which: Which, index: Sequence[int] | torch.Tensor, *, dim: int 
             )
         values = list(index)
     indices = as_ints("index_select", "index", values)
-    return Pipeline((IndexSelect(choice("index_select", which), indices, as_int("index_select", "dim", dim)),))
+    size = optional_int("index_select", "from_size", from_size)
+    return Pipeline((IndexSelect(choice("index_select", which), indices, as_int("index_select", "dim", dim), size),))
 
 
 def pad(which: Which, to: int, *, dim: int = 0, from_size: int | None = None) -> Pipeline:

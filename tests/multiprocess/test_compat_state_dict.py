@@ -458,21 +458,22 @@ class TestMetaModels:
             from torch.distributed.fsdp import fully_shard
 
             def tied() -> Any:
-                made = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
-                made["head"].weight = made["embed"].weight
+                made: Any = nn.Sequential()
+                made.embed, made.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+                made.head.weight = made.embed.weight
                 return made
 
             source = tied()
-            dist.broadcast(source["embed"].weight.detach(), 0)
+            dist.broadcast(source.embed.weight.detach(), 0)
             with torch.device("meta"):
                 model = tied()
             model = fully_shard(model, mesh=line())
             given = {} if rank else dict(source.state_dict())
             set_model_state_dict(model, given, options=BROADCAST)
-            assert model["head"].weight is model["embed"].weight
+            assert model.head.weight is model.embed.weight
             state: Any = get_model_state_dict(model, options=FULL)
             assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-            assert torch.equal(state["head.weight"], source["embed"].weight)
+            assert torch.equal(state["head.weight"], source.embed.weight)
 
         run_ranks(check, 2)
 
@@ -492,7 +493,10 @@ def assert_close(a: Any, b: Any) -> None:
     if isinstance(b, dict):
         assert a.keys() == b.keys()
         for key in b:
-            assert_close(a[key], b[key])
+            if key == "params":  # FSDP1's flat parameters have an order of their own
+                assert sorted(a[key]) == sorted(b[key])
+            else:
+                assert_close(a[key], b[key])
     elif isinstance(b, list | tuple):
         assert type(a) is type(b) and len(a) == len(b)
         for x, y in zip(a, b, strict=True):
@@ -541,7 +545,7 @@ class TestOptimizers:
             optimizers = [OPTIMIZERS[optim](model.parameters()) for model in models]
             for options in (None, FULL, FULL_CPU, StateDictOptions(flatten_optimizer_state_dict=True)):
                 get_optimizer_state_dict(models[0], optimizers[0], options=options)
-            assert not any(optimizers[0].state.values())
+            assert optim == "Adagrad" or not any(optimizers[0].state.values())
             assert train(models[0], optimizers[0]) == train(models[1], optimizers[1])
 
         run_ranks(check, size_of(kind), timeout=240)
@@ -560,7 +564,11 @@ class TestOptimizers:
                 if way == "broadcast" and rank:
                     weights, state = {}, {}
                 set_state_dict(
-                    other, new, model_state_dict=copy.deepcopy(weights), optim_state_dict=copy.deepcopy(state), options=put
+                    other,
+                    new,
+                    model_state_dict=copy.deepcopy(weights),
+                    optim_state_dict=copy.deepcopy(state),
+                    options=put,
                 )
                 set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=put)
                 told = train(*trained(kind, optim), steps=3)
@@ -618,7 +626,9 @@ class TestOptimizers:
             options = FULL if way == "full" else BROADCAST
             if kind == "plain" and way == "full" and rank:
                 return  # nothing joins the ranks
-            with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'out\.weight' in checkpoint"):
+            with pytest.raises(
+                RuntimeError, match=r"Missing optimizer state for parameter 'out\.weight' in checkpoint"
+            ):
                 set_optimizer_state_dict(model, new, given, options=options)
             assert not any(new.state.values())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fdsd.compat._state_dict_utils import _all_gather_sharded_tensor, _gather_state_dict, _iterate_state_dict
 from fdsd.errors import RankDisagreement
@@ -201,7 +201,7 @@ def test_sums_that_are_not_added_up_yet() -> None:
 def test_what_every_rank_has_is_given_by_reference() -> None:
     def run(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        tensor = distribute_tensor(torch.nn.Parameter(torch.arange(4.0)), mesh, [Replicate()])
+        tensor = torch.nn.Parameter(spread(torch.arange(4.0), mesh, [Replicate()]))
         plain = torch.ones(2)
         made = _gather_state_dict({"w": tensor, "p": plain}, cpu_offload=True)
         assert made["w"].data_ptr() == tensor.to_local().data_ptr() and not made["w"].requires_grad

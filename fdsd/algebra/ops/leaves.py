@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from attrs import field, frozen
 from fdsd.algebra.dtypes import check_cast, copy_elements, movable
 from fdsd.algebra.lazy import Op
 from fdsd.data.errors import Unsupported
+from fdsd.data.place import Place
 from fdsd.data.protocols import Source
 from fdsd.data.spec import TensorSpec, dtype_name
 
@@ -78,6 +80,10 @@ class Origin(Op):
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         return self.spec
+
+    def root(self) -> Place | None:
+        find: Callable[[str], Place | None] | None = getattr(self.source, "place", None)
+        return None if find is None else find(self.fqn)
 
     def __repr__(self) -> str:
         return f"Origin({self.fqn!r})"

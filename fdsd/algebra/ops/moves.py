@@ -10,6 +10,7 @@ from attrs import frozen
 from fdsd.algebra.dtypes import check_cast, movable
 from fdsd.algebra.lazy import Lazy, Pull, Structural
 from fdsd.data.errors import SpecMismatch
+from fdsd.data.place import Place
 from fdsd.data.region import Region, Span
 from fdsd.data.spec import TensorSpec, dtype_name
 
@@ -29,6 +30,7 @@ class Cast(Structural):
     dtype: torch.dtype
     rounds = True
     pointwise = True
+    is_view = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         check_cast(inputs[0].dtype, self.dtype)
@@ -36,6 +38,9 @@ class Cast(Structural):
 
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
         return inputs[0].to(self.dtype)
+
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        return place if spec.dtype == self.dtype else None
 
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
         yield inputs[0], region, out
@@ -70,6 +75,7 @@ class Slice(Structural):
     start: int
     length: int
     step: int = 1
+    is_view = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
@@ -89,6 +95,13 @@ class Slice(Structural):
         view = x.narrow(self.dim, self.start, span)
         return view if self.step == 1 else view[(slice(None),) * self.dim + (slice(None, None, self.step),)]
 
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        steps, shape = place.steps(spec.shape), list(spec.shape)
+        offset = self.start * steps[self.dim]
+        steps[self.dim] *= self.step
+        shape[self.dim] = self.length
+        return place.moved(shape, steps, offset)
+
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
         span = region.spans[self.dim]
         moved = Span(
@@ -104,6 +117,7 @@ class Select(Structural):
 
     dim: int
     index: int
+    is_view = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
@@ -115,6 +129,11 @@ class Select(Structural):
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
         return inputs[0].select(self.dim, self.index)
 
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        steps, shape = place.steps(spec.shape), list(spec.shape)
+        del shape[self.dim]
+        return place.moved(shape, steps, self.index * steps.pop(self.dim))
+
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
         spans = region.spans
         yield inputs[0], Region((*spans[: self.dim], Span(self.index), *spans[self.dim :])), out
@@ -125,6 +144,7 @@ class Permute(Structural):
     """Reorder dims: dim ``i`` of the result is dim ``dims[i]`` of the input."""
 
     dims: tuple[int, ...]
+    is_view = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
@@ -134,6 +154,10 @@ class Permute(Structural):
 
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
         return inputs[0].permute(self.dims)
+
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        steps = place.steps(spec.shape)
+        return place.moved([spec.shape[d] for d in self.dims], [steps[d] for d in self.dims])
 
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
         back = sorted(range(len(self.dims)), key=self.dims.__getitem__)

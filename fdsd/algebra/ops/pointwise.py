@@ -15,6 +15,7 @@ from fdsd.algebra.dtypes import as_bytes, copy_elements
 from fdsd.algebra.lazy import Computing
 from fdsd.algebra.ops.leaves import exactly
 from fdsd.data.errors import SpecMismatch, Unsupported, plural
+from fdsd.data.place import Place
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, dtype_name
 
@@ -170,6 +171,7 @@ class Same(_Pointwise):
 
     names: tuple[str, ...]
     reason: str
+    is_view = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         for name, x in zip(self.names, inputs, strict=True):
@@ -192,3 +194,6 @@ class Same(_Pointwise):
                 "Drop all but one first."
             )
         return inputs[0]
+
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        return place

@@ -13,6 +13,7 @@ from fdsd.algebra.lazy import Lazy, Pull, Structural
 from fdsd.algebra.ops.moves import check_dim
 from fdsd.algebra.spans import fold_dims, unflatten
 from fdsd.data.errors import SpecMismatch
+from fdsd.data.place import Place
 from fdsd.data.region import Region, Span
 from fdsd.data.spec import TensorSpec
 
@@ -25,6 +26,7 @@ class SplitDim(Structural):
 
     dim: int
     sizes: tuple[int, ...]
+    is_view = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
@@ -36,6 +38,15 @@ class SplitDim(Structural):
 
     def eager(self, *inputs: torch.Tensor) -> torch.Tensor:
         return unflatten(inputs[0], self.dim, self.sizes)
+
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        steps, step = place.steps(spec.shape), 1
+        inner: list[int] = []
+        for size in reversed(self.sizes):
+            inner.insert(0, step * steps[self.dim])
+            step *= size
+        shape = (*spec.shape[: self.dim], *self.sizes, *spec.shape[self.dim + 1 :])
+        return place.moved(shape, [*steps[: self.dim], *inner, *steps[self.dim + 1 :]])
 
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
         start, stride = 0, 1
@@ -55,6 +66,7 @@ class MergeDims(Structural):
 
     dim: int
     count: int
+    is_view = True
 
     def infer(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
@@ -69,6 +81,16 @@ class MergeDims(Structural):
         carrier = movable(x)
         merged = carrier.reshape((*x.shape[: self.dim], math.prod(x.shape[self.dim : end]), *x.shape[end:]))
         return merged if carrier is x else merged.view(x.dtype)
+
+    def view(self, place: Place, spec: TensorSpec) -> Place | None:
+        steps, end = place.steps(spec.shape), self.dim + self.count
+        merged = spec.shape[self.dim : end]
+        shape = (*spec.shape[: self.dim], math.prod(merged), *spec.shape[end:])
+        inner = [(size, step) for size, step in zip(merged, steps[self.dim : end], strict=True) if size != 1]
+        fits = all(step == inner[i + 1][0] * inner[i + 1][1] for i, (_, step) in enumerate(inner[:-1]))
+        if not fits and spec.numel:
+            return None  # reshape copies what it cannot view
+        return place.moved(shape, [*steps[: self.dim], inner[-1][1] if inner else 1, *steps[end:]])
 
     def pull(self, inputs: Sequence[Lazy], region: Region, out: torch.Tensor) -> Iterator[Pull]:
         before, after = region.spans[: self.dim], region.spans[self.dim + 1 :]

@@ -193,7 +193,7 @@ def test_tied_leaves_stay_tied_through_an_applier() -> None:
     w = torch.arange(6.0)
     for a, b, other in (
         (w, torch.nn.Parameter(w), w.clone()),
-        (lazy := defer_leaf(w), lazy, defer_leaf(w)),
+        (defer_leaf(w), defer_leaf(w), defer_leaf(w.clone())),
         (TensorSpec((6,), torch.float32, tie="t"), TensorSpec((6,), torch.float32, tie="t"), spec(6)),
     ):
         run = Applier()

@@ -171,3 +171,11 @@ def test_meta_tensors_have_no_data(tmp_path: Path) -> None:
     with pytest.raises(SpecMismatch, match="'w'"):
         fdsd.save({"w": torch.empty(2, device="meta")}, tmp_path / "x.pt")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_views_of_one_storage_that_begin_alike_are_not_taken_for_one_tensor(tmp_path: Path) -> None:
+    w = torch.arange(6.0)
+    torch.save({"whole": w, "part": w[:2], "again": w, "matrix": w.view(2, 3)}, tmp_path / "x.pt")
+    state = fdsd.open(tmp_path / "x.pt")
+    assert ties(state) == [("whole", "again")]
+    assert_same_state(fdsd.materialize(state), {"whole": w, "part": w[:2], "again": w, "matrix": w.view(2, 3)})

@@ -210,6 +210,7 @@ def test_a_whole_explanation() -> None:
         5. pad('embed.weight', 12)
            1 made, 9 unchanged
            embed.weight: bfloat16[10, 4] -> bfloat16[12, 4]
+           unties 'embed.weight' from 'head.weight'
         6. drop('embed.ids')
            1 dropped, 9 unchanged
            - embed.ids: int64[1, 8]

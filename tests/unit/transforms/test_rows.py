@@ -167,3 +167,38 @@ def test_an_order_of_the_first_indices_only() -> None:
     assert_same(p(STATE)["v"], torch.tensor([6, 5]))
     with pytest.raises(FdsdError):
         (~p.bind(STATE))(p(STATE))
+
+
+class TestIndicesOfALongerDim:
+    """A permutation of its own indices that leaves out some of the dim: known once the dim is."""
+
+    P = index_select("v", [1, 0])
+
+    def test_binding_grades_it_none_and_goes_on(self) -> None:
+        bound = (self.P >> pad("v", 3)).bind(STATE)
+        assert str(bound.steps[0].call_text()) == "index_select('v', [1, 0], from_size=3)"
+        assert bound.grade is bound.steps[0].grade is Grade.NONE
+        assert bound.steps[1].grade is Grade.EXACT
+        assert bound == bound.bind(STATE)
+        assert_same(bound(STATE), (self.P >> pad("v", 3))(STATE))
+        with pytest.raises(NotInvertible, match="left out"):
+            invert(bound)
+
+    def test_of_its_own_size_it_stays_exact(self) -> None:
+        state = {"v": torch.tensor([5, 6])}
+        assert self.P.bind(state) == self.P
+        assert_round_trip(self.P, state)
+        assert_laws(index_select("v", [1, 0], from_size=2), state)
+
+    def test_tensors_of_several_sizes_are_graded_apart(self) -> None:
+        state = {"a": torch.tensor([5, 6]), "b": torch.tensor([7, 8, 9])}
+        bound = index_select("{_}", [1, 0]).bind(state)
+        assert sorted([step.grade is Grade.EXACT for step in bound.steps]) == [False, True]
+        assert_same(bound(state), {"a": torch.tensor([6, 5]), "b": torch.tensor([8, 7])})
+
+    def test_all_laws(self) -> None:
+        assert_laws(self.P, STATE)
+        assert_laws(index_select("v", [0, 1], from_size=3), STATE)
+
+    def test_another_size_is_refused(self) -> None:
+        assert_refused(index_select("v", [1, 0], from_size=2), STATE, SpecMismatch, "size 3", "from_size=2")

@@ -155,3 +155,21 @@ def test_tensors_of_different_sizes_come_back() -> None:
     p: Pipeline = unstack("{l}.w", "{l}.{e}.w")
     assert list(p(state)) == ["0.0.w", "0.1.w", "1.0.w", "1.1.w", "1.2.w"]
     assert_round_trip(p, state)
+
+
+@pytest.mark.parametrize("beside", ["m.down.0.w", "m.down.00.w", "m.other.7.w", "m.down.x.w"])
+@pytest.mark.parametrize("patterns", [("m.{x|gate|up}.w", "m.{x}.{i}.w"), ("m.{x}.w", "m.{x|gate|up}.{i}.w")])
+def test_names_that_the_words_exclude_are_no_business_of_the_inverse(patterns: tuple[str, str], beside: str) -> None:
+    state = {"m.gate.w": torch.tensor([[1], [2]]), "m.up.w": torch.tensor([[3], [4]]), beside: torch.tensor(5)}
+    assert_round_trip(unstack(*patterns, index="i"), state)
+
+
+@pytest.mark.parametrize("name", ["e.02", "e.00", "e.\u0663"])
+def test_indices_written_in_another_way_are_named(name: str) -> None:
+    with pytest.raises(IncompleteGroup, match="write indices without leading zeros"):
+        stack("e.{x}", "e")({"e.0": torch.ones(1), name: torch.ones(1)})
+
+
+def test_indices_out_of_the_range_are_no_business_of_the_stack() -> None:
+    made = stack("e.{x:0..1}", "e")({"e.0": torch.tensor(1), "e.1": torch.tensor(2), "e.7": torch.tensor(3)})
+    assert list(made) == ["e", "e.7"]
