@@ -18,11 +18,11 @@ from fdsd.algebra.memory import MemorySource, SpecSource
 from fdsd.algebra.ops.call import Call, Item
 from fdsd.algebra.ops.leaves import Constant, Origin
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
-from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
+from fdsd.data.spec import OpaqueSpec, TensorSpec, VirtualTensor, is_exact, spec_of
 from fdsd.data.statedict import StateDict, require_mapping
 from fdsd.data.ties import place_of, place_over_ranks, tie_key
 
-__all__ = ["HANDLERS", "MAPPERS", "Applier", "apply", "constant", "defer", "defer_leaf"]
+__all__ = ["HANDLERS", "MAPPERS", "Applier", "apply", "constant", "defer", "defer_leaf", "opaque_specs"]
 
 HANDLERS: dict[str, Callable[[Any], Lazy] | str] = {
     "torch.distributed.tensor.DTensor": "fdsd.comms.dtensors:lazy_dtensor",
@@ -58,7 +58,8 @@ def defer_leaf(leaf: Any, fqn: str = "tensor") -> Any:
         return Lazy(Origin(MemorySource({fqn: leaf}), fqn, spec), (), [spec])
     if isinstance(leaf, torch.Tensor):
         made = _handler(leaf)(leaf)
-        made._place = place_over_ranks(leaf)  # pyright: ignore[reportPrivateUsage]  # only here, when it is new
+        if not hasattr(getattr(made.op, "source", None), "place"):  # which tells it when it is asked
+            made._place = place_over_ranks(leaf)  # pyright: ignore[reportPrivateUsage]  # only here, when it is new
         return made
     if isinstance(leaf, VirtualTensor):
         return _handler(leaf)(leaf)
@@ -109,11 +110,25 @@ def _handler(leaf: Any) -> Callable[[Any], Lazy]:
     kind = _kind(leaf)
     found: Callable[[Any], Lazy] | None = _loaded(HANDLERS, kind)
     if found is None:
-        raise Unsupported(
-            f"A tensor of class {kind} can be renamed and chosen, but not computed on or rearranged: fdsd does not "
-            "know how its elements are laid out. Convert it to a plain tensor first."
-        )
+        raise _opaque(kind)
     return found
+
+
+def _opaque(kind: str) -> Unsupported:
+    return Unsupported(
+        f"A tensor of class {kind} can be renamed and chosen, but not computed on or rearranged: fdsd does not "
+        "know how its elements are laid out. Convert it to a plain tensor first."
+    )
+
+
+def opaque_specs(state: Mapping[str, Any]) -> dict[str, OpaqueSpec]:
+    """Give the specs of the tensors of a state that operations refuse, whose classes have no handler."""
+    odd = {
+        name: leaf
+        for name, leaf in state.items()
+        if isinstance(leaf, torch.Tensor) and not is_exact(leaf) and _kind(leaf) not in HANDLERS
+    }
+    return {name: OpaqueSpec(tuple(leaf.shape), leaf.dtype, cls=_kind(leaf)) for name, leaf in odd.items()}
 
 
 def apply(op: Op, *leaves: Any) -> Any:
@@ -137,6 +152,9 @@ def apply(op: Op, *leaves: Any) -> Any:
     found = [spec_of(leaf) for leaf in leaves]
     if odd := [type(leaf).__name__ for leaf, spec in zip(leaves, found, strict=True) if spec is None]:
         raise Unsupported(f"{op} works on tensors, not on {', '.join(odd)}. Leave such entries out by name.")
+    for leaf in leaves:
+        if isinstance(leaf, OpaqueSpec):
+            raise _opaque(leaf.cls)
     given = [spec for spec in found if spec is not None]
     if leaves and all(map(is_exact, leaves)):
         devices = {str(leaf.device) for leaf in leaves}

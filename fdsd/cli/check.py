@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fdsd.cli.command import Command, add_key, add_pipeline, open_state
+from fdsd.cli.command import Command, add_format, add_key, add_pipeline, open_state
 from fdsd.cli.console import Console
 from fdsd.cli.loading import load_pipeline
 
@@ -17,11 +17,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     help_expect = "what should come out: the JSON of a ModelSpec, or a checkpoint with these names and shapes"
     parser.add_argument("--expect", metavar="SPEC", help=help_expect)
     add_key(parser, of="SRC")
+    add_format(parser, of="SRC")
 
 
 def _run(options: argparse.Namespace) -> int:
     pipeline = load_pipeline(options.pipeline)
-    source = open_state(options.source, options.key)
+    source = open_state(options.source, options.key, options.format)
     expect = None if options.expect is None else open_state(options.expect)
     report = pipeline.check(source, expect)
     console = Console()

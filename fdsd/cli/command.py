@@ -15,10 +15,23 @@ from attrs import frozen
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KEY", "Command", "add_key", "add_pipeline", "dtype_argument", "open_state", "size_argument", "tolerance"]
+__all__ = [
+    "KEY",
+    "WORDS",
+    "Command",
+    "add_format",
+    "add_key",
+    "add_pipeline",
+    "dtype_argument",
+    "open_state",
+    "size_argument",
+    "tolerance",
+]
 
 KEY = {"key= ": "--key ", "key=": "--key "}
 """What ``--key`` is called in errors."""
+WORDS = {**KEY, "format= ": "--format ", "format=": "--format "}
+"""What ``--key`` and ``--format`` are called in errors."""
 
 
 @frozen
@@ -41,7 +54,7 @@ class Command:
     examples: tuple[str, ...]
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    words: Mapping[str, str] = KEY
+    words: Mapping[str, str] = WORDS
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +67,13 @@ def add_key(parser: argparse.ArgumentParser, name: str = "--key", of: str = "the
     """Declare which state dict of a torch file is meant."""
     text = f"which state dict is meant, where {of} holds several: model, or state.model"
     parser.add_argument(name, metavar="KEY", help=text)
+
+
+def add_format(parser: argparse.ArgumentParser, name: str = "--format", of: str = "the checkpoint") -> None:
+    """Declare in which format a checkpoint is, where neither its content nor its name tells it."""
+    parser.add_argument(
+        name, metavar="FORMAT", help=f"the format of {of}, safetensors or torch; told by itself, mostly"
+    )
 
 
 def size_argument(text: str) -> int:
@@ -113,7 +133,7 @@ def dtype_argument(text: str) -> torch.dtype:
     return found
 
 
-def open_state(path: str, key: str | None = None) -> Any:
+def open_state(path: str, key: str | None = None, format: str | None = None) -> Any:
     """Open a checkpoint; or what a model expects, from the JSON of a ``ModelSpec``."""
     import fdsd
     from fdsd.data.errors import BadFile
@@ -121,7 +141,7 @@ def open_state(path: str, key: str | None = None) -> Any:
     from fdsd.storage.hf_folder import INDEX_SUFFIX
 
     if not path.endswith(".json") or path.endswith(INDEX_SUFFIX):
-        return fdsd.open(path, key=key)
+        return fdsd.open(path, key=key, format=format)
     try:
         with open(path, "rb") as file:
             text = file.read()

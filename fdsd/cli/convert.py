@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fdsd.cli.command import KEY, Command, add_key, dtype_argument, size_argument
+from fdsd.cli.command import WORDS, Command, add_format, add_key, dtype_argument, size_argument
 from fdsd.cli.console import Console
 from fdsd.cli.loading import load_pipeline
 
@@ -30,6 +30,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=size_argument, default="256MB", metavar="SIZE", help=help_budget)
     parser.add_argument("--quiet", action="store_true", help="show no progress and print nothing but errors")
     add_key(parser, of="SRC")
+    add_format(parser, of="SRC")
+    add_format(parser, "--to-format", of="DST")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -38,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
 
     rewrites = list(_rewrites(options))
     _check_target(options)
-    state: Any = fdsd.open(options.source, key=options.key)
+    state: Any = fdsd.open(options.source, key=options.key, format=options.format)
     for rewrite in rewrites:
         state = rewrite(state)
     shards: dict[str, Any] = {} if options.max_shard_size is None else {"max_shard_size": options.max_shard_size}
@@ -46,6 +48,7 @@ def _run(options: argparse.Namespace) -> int:
         fdsd.save(
             state,
             options.target,
+            format=options.to_format,
             assets=options.assets,
             overwrite=options.overwrite,
             budget=options.budget,
@@ -70,7 +73,7 @@ def _check_target(options: argparse.Namespace) -> None:
     from fdsd.data.errors import Unsupported
     from fdsd.storage.formats import of_target
 
-    _, is_file = of_target(options.target)
+    _, is_file = of_target(options.target, options.to_format)
     if options.max_shard_size is not None and is_file:
         raise Unsupported(
             f"--max-shard-size divides the files of a folder, and {options.target} is one file. Name a folder as DST, "
@@ -100,5 +103,5 @@ COMMAND = Command(
     ),
     arguments=_arguments,
     run=_run,
-    words={"overwrite=True": "--overwrite", **KEY},
+    words={"overwrite=True": "--overwrite", "format= says": "--to-format says", **WORDS},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fdsd.cli.command import Command, add_key, tolerance
+from fdsd.cli.command import Command, add_format, add_key, tolerance
 from fdsd.cli.console import Console
 
 __all__ = ["COMMAND"]
@@ -19,12 +19,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--atol", type=tolerance, default=0.0, metavar="A", help=help_atol)
     add_key(parser, "--key-a", "A")
     add_key(parser, "--key-b", "B")
+    add_format(parser, "--format-a", "A")
+    add_format(parser, "--format-b", "B")
 
 
 def _run(options: argparse.Namespace) -> int:
     import fdsd
 
-    a, b = fdsd.open(options.a, key=options.key_a), fdsd.open(options.b, key=options.key_b)
+    a = fdsd.open(options.a, key=options.key_a, format=options.format_a)
+    b = fdsd.open(options.b, key=options.key_b, format=options.format_b)
     found = fdsd.diff(a, b, rtol=options.rtol, atol=options.atol)
     Console().marked(str(found))
     return 0 if found.same else 1
@@ -38,5 +41,5 @@ COMMAND = Command(
     examples=("fdsd diff old.safetensors new/", "fdsd diff a.safetensors b.pt --key-b model --atol 1e-6"),
     arguments=_arguments,
     run=_run,
-    words={"key= ": "--key-a or --key-b ", "key=": "--key-a or --key-b "},
+    words={f"{name}={end}": f"--{name}-a or --{name}-b " for name in ("key", "format") for end in (" ", "")},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fdsd.cli.command import Command, add_key, add_pipeline, open_state
+from fdsd.cli.command import Command, add_format, add_key, add_pipeline, open_state
 from fdsd.cli.console import Console
 from fdsd.cli.loading import load_pipeline
 
@@ -15,11 +15,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_pipeline(parser)
     parser.add_argument("source", metavar="SRC", help="a checkpoint, or the JSON of a ModelSpec")
     add_key(parser, of="SRC")
+    add_format(parser, of="SRC")
 
 
 def _run(options: argparse.Namespace) -> int:
     pipeline = load_pipeline(options.pipeline)
-    explanation = pipeline.explain(open_state(options.source, options.key))
+    explanation = pipeline.explain(open_state(options.source, options.key, options.format))
     Console().marked(str(explanation))
     return 1 if explanation.problems else 0
 

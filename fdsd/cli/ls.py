@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fdsd.cli.command import Command, add_key, open_state
+from fdsd.cli.command import Command, add_format, add_key, open_state
 from fdsd.cli.console import Console
 
 if TYPE_CHECKING:
@@ -19,12 +19,13 @@ __all__ = ["COMMAND"]
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a safetensors file, index or folder, or a torch file")
     add_key(parser)
+    add_format(parser)
 
 
 def _run(options: argparse.Namespace) -> int:
     from fdsd.pipeline.check import abstract
 
-    state = abstract(open_state(options.path, options.key))
+    state = abstract(open_state(options.path, options.key, options.format))
     console = Console()
     rows = list(_rows(state))
     console.table([cells for cells, _ in rows], right=(2,), styles=["dim" if tied else None for _, tied in rows])

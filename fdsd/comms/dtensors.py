@@ -21,9 +21,11 @@ from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.spans import view_of
 from fdsd.data.errors import FdsdError, SpecMismatch, Unsupported, listing
 from fdsd.data.protocols import Piece
+from fdsd.data.place import Place
 from fdsd.data.region import Region
-from fdsd.data.spec import TensorSpec, is_exact
+from fdsd.data.spec import TensorSpec, is_exact, known_spec
 from fdsd.data.statedict import StateDict
+from fdsd.data.ties import place_in_parts
 from fdsd.layout.layout import Layout
 from fdsd.layout.mesh import Mesh
 from fdsd.layout.pieces import Box, Pieces, finder_of
@@ -61,27 +63,32 @@ def layout_of_dtensor(tensor: Any) -> Layout:
 
     Law: the local tensor is the whole one at the layout's blocks of this rank.
     """
+    return _lies(tensor)[0]
+
+
+def _lies(tensor: Any) -> tuple[Layout, tuple[int, ...] | None]:
+    """Give the layout, and the shape of what this rank has; ``None`` if it is not in the mesh."""
     spec = tensor._spec
     placements: tuple[Any, ...] = spec.placements
     known = _KNOWN.get(spec.mesh)
     if known is None:
         known = _KNOWN[spec.mesh] = _Known(_mesh_of(spec.mesh))
     # the classes too, since versions of torch hold some strided shards and plain ones for equal
-    key: _Key = placements, tuple(map(type, placements)), tuple(tensor.shape)
+    key: _Key = placements, tuple(map(type, placements)), tensor.shape
     found = known.layouts.get(key)
     if found is None:
         if len(known.layouts) >= _MOST:
             known.layouts.clear()
-        found = known.layouts[key] = _read_layout(known.mesh, placements, key[2])
+        found = known.layouts[key] = _read_layout(known.mesh, placements, tuple(tensor.shape))
     layout, local = found
-    held = tuple(tensor._local_tensor.shape)
-    if local is not None and held != local:
+    if local is not None and tensor._local_tensor.shape != local:
         raise SpecMismatch(
-            f"A DTensor of shape {key[2]} with {layout} holds a local tensor of shape {held} on rank "
+            f"A DTensor of shape {tuple(tensor.shape)} with {layout} holds a local tensor of shape "
+            f"{tuple(tensor._local_tensor.shape)} on rank "
             f"{dist.get_rank()}, and its placements {placements} say {local}. Make it with distribute_tensor(), or "
             "with from_local() and the true shape and stride."
         )
-    return layout
+    return found
 
 
 def _read_layout(mesh: Mesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Layout, Any]:
@@ -129,15 +136,20 @@ class DTensorSource:
         spec: The spec of the whole tensor.
         layout: How it lies.
         local: The local tensor of this rank.
+        placements: How it lies in torch's words, by which ties are told.
+        is_here: Whether this rank is in the mesh.
     """
 
     fqn: ClassVar[str] = "tensor"
 
-    def __init__(self, spec: TensorSpec, layout: Layout, local: torch.Tensor) -> None:
-        self._spec = spec
+    def __init__(
+        self, spec: TensorSpec, layout: Layout, local: torch.Tensor, placements: tuple[Any, ...], is_here: bool
+    ) -> None:
+        self.spec = spec
+        self._is_here = is_here
         self._layout = layout
         self._local = local
-        self._rank = dist.get_rank()
+        self._placements = placements
         self._start: tuple[int, ...] | None = None  # of the one block that this rank holds
         self._parted: ShardSource | None = None  # reads for ranks that hold several
 
@@ -148,15 +160,16 @@ class DTensorSource:
         Raises:
             Unsupported, SpecMismatch: As for ``layout_of_dtensor`` and ``local_of_dtensor``.
         """
-        layout = layout_of_dtensor(tensor)
-        return cls(TensorSpec(tuple(tensor.shape), tensor.dtype), layout, local_of_dtensor(tensor).detach())
+        layout, held = _lies(tensor)
+        spec, local = known_spec(tensor.shape, tensor.dtype), local_of_dtensor(tensor)
+        return cls(spec, layout, local, tensor.placements, held is not None)
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> DTensorSource:
         """Give the same tensor over a copy of what is here."""
-        return DTensorSource(self._spec, self._layout, copy(self._local))
+        return DTensorSource(self.spec, self._layout, copy(self._local), self._placements, self._is_here)
 
     def specs(self) -> StateDict[TensorSpec]:
-        return StateDict({self.fqn: self._spec})
+        return StateDict({self.fqn: self.spec})
 
     def pieces(self, fqn: str) -> Sequence[Piece]:
         return [Piece(Region.box(*box), ranks[0]) for box, ranks in self._holders()]
@@ -165,15 +178,19 @@ class DTensorSource:
         return self._layout
 
     def local(self, fqn: str) -> torch.Tensor | None:
-        return self._local if self._rank in self._layout.mesh else None
+        return self._local if self._is_here else None
+
+    def place(self, fqn: str) -> Place:
+        """Say where the tensor lies, as ``place_of`` says it of the DTensor."""
+        return place_in_parts(self._placements, [self._local])
 
     def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
-        region.check_inside(self._spec.shape, "reading a DTensor")
+        region.check_inside(self.spec.shape, "reading a DTensor")
         if not region.numel:
             return
         if self._local.is_meta:
             raise SpecMismatch(
-                f"A DTensor {self._spec} is on the meta device here and has no data. Materialize the module first "
+                f"A DTensor {self.spec} is on the meta device here and has no data. Materialize the module first "
                 "(to_empty, then load)."
             )
         if self._start is None and self._parted is None:
@@ -184,19 +201,19 @@ class DTensorSource:
         assert self._start is not None
         here = Region(tuple([span.shift(-start) for span, start in zip(region.spans, self._start, strict=True)]))
         if not here.inside(tuple(self._local.shape)):
-            raise FdsdError(f"A part of a DTensor {self._spec} is held by {self._elsewhere(region)}; give group=.")
+            raise FdsdError(f"A part of a DTensor {self.spec} is held by {self._elsewhere(region)}; give group=.")
         with torch.no_grad():
             copy_elements(view_of(self._local, here), out)
 
     def _find_blocks(self) -> None:
-        blocks = self._layout.blocks(self._spec.shape, self._rank)
+        blocks = self._layout.blocks(self.spec.shape, dist.get_rank())
         if len(blocks) > 1:
-            self._parted = ShardSource(self._spec, self._layout, {self._rank: self._local})
+            self._parted = ShardSource(self.spec, self._layout, {dist.get_rank(): self._local})
         else:  # nothing is inside an empty local tensor, wherever it begins
-            self._start = blocks[0].starts if blocks else (0,) * self._spec.ndim
+            self._start = blocks[0].starts if blocks else (0,) * self.spec.ndim
 
     def _holders(self) -> Pieces:
-        return self._layout.holders(self._spec.shape)
+        return self._layout.holders(self.spec.shape)
 
     def _elsewhere(self, region: Region) -> str:
         """Name the ranks that hold what this one does not."""
@@ -205,7 +222,7 @@ class DTensorSource:
             tuple([span.start for span in region.spans]),
             tuple([span.extent + 1 for span in region.spans]),
         )
-        found = {rank for i in finder_of(holders).find(covering) for rank in holders.ranks[i]} - {self._rank}
+        found = {rank for i in finder_of(holders).find(covering) for rank in holders.ranks[i]} - {dist.get_rank()}
         return f"rank {min(found)}" if len(found) == 1 else f"ranks {listing(found)}"
 
 
@@ -220,7 +237,7 @@ def lazy_dtensor(tensor: Any) -> Lazy:
         SpecMismatch: The local tensor has another shape than its placements say.
     """
     source = DTensorSource.of(tensor)
-    spec = source.specs()[source.fqn]
+    spec = source.spec
     return Lazy(Origin(source, source.fqn, spec), (), [spec])
 
 

@@ -5,6 +5,7 @@ What the values are, and how they came here, is unknown here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.data.errors import Unsupported
 
-__all__ = ["install", "is_meta", "like_live", "new_memory"]
+__all__ = ["give_memory", "install", "is_meta", "like_live", "new_memory"]
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -35,7 +36,7 @@ def is_meta(live: LiveTensor) -> bool:
 def new_memory(
     live: LiveTensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
 ) -> torch.Tensor:
-    """Make memory for the local tensor of a live one: on its device, or for a meta tensor on that of its mesh, or the CPU.
+    """Make memory for the local tensor of a live one, on its device; of a meta tensor on that of its mesh, or the CPU.
 
     >>> from fdsd.comms.modules import read_modules
     >>> new_memory(read_modules(nn.Linear(1, 1)).tensors["bias"], (1,), torch.int8, None).dtype
@@ -59,15 +60,18 @@ def like_live(live: LiveTensor, local: torch.Tensor) -> torch.Tensor:
         return local
     from fdsd.comms.dtensors import make_like
 
-    return make_like(live.tensor, local)
+    made: torch.Tensor = make_like(live.tensor, local)
+    return made
 
 
 def install(modules: Modules, live: LiveTensor, local: torch.Tensor) -> None:
     """Put a new tensor in the place of a live one, under all of its names, with its flags and attributes.
 
+    A plain tensor that has memory stays the same object and gets the new memory, so that optimizers still know it.
+
     Args:
         modules: The model.
-        live: The tensor, by its first name.
+        live: The tensor, by any of its names.
         local: The new local tensor.
 
     Raises:
@@ -82,13 +86,65 @@ def install(modules: Modules, live: LiveTensor, local: torch.Tensor) -> None:
     """
     if live.flat is not None:
         raise Unsupported(f"{live.fqn!r} is part of a flat parameter of FSDP, which keeps its own memory and dtype.")
-    old, value = live.tensor, like_live(live, local)
-    if isinstance(old, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=old.requires_grad)
-        for name, attribute in vars(old).items():
-            if name not in vars(value):  # users tag parameters
-                setattr(value, name, attribute)
-    for name in (live.fqn, *modules.aliases_of(live.fqn)):
-        one = modules.tensors[name]
-        table = one.owner._parameters if one.kind == "parameter" else one.owner._buffers
-        table[one.name] = value  # type: ignore[assignment]  # a Parameter for a parameter, as above
+    owner = live.tied_to or live.fqn
+    known = [modules.tensors[name] for name in (owner, *modules.aliases_of(owner))]
+    if not (is_meta(live) or hasattr(live.tensor, "_local_tensor")):
+        for one in known:
+            one.tensor.data = local
+        return
+    value = _in_place_of(live.tensor, like_live(live, local))
+    for one in known:
+        setattr(one.owner, one.name, value)  # as torch does: some modules keep lists of their parameters
+    for one in known:
+        _tell_fsdp(one.owner)
+
+
+def _in_place_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Make a parameter for a parameter, with the attributes that users have set."""
+    if not isinstance(old, nn.Parameter):
+        return value
+    made = nn.Parameter(value, requires_grad=old.requires_grad)
+    for name, attribute in vars(old).items():
+        if name not in vars(made):
+            setattr(made, name, attribute)
+    return made
+
+
+def _tell_fsdp(owner: nn.Module) -> None:
+    """Let FSDP2 find new tensors, as it does after ``load_state_dict(assign=True)``."""
+    from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]  # what its hook takes
+
+    inside: Any = owner
+    for hook in inside._load_state_dict_post_hooks.values():
+        if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
+            hook(owner, _IncompatibleKeys([], []))
+
+
+def give_memory(modules: Modules, top: nn.Module, wanted: Collection[str], device: torch.device | None) -> None:
+    """Give memory to what has none in a module that is about to load by code of its own, which copies into it.
+
+    Args:
+        modules: The model.
+        top: The module.
+        wanted: The names that it is about to load. Tensors that the model shows under no name get memory too; others
+            stay on the meta device.
+        device: Where the memory goes; see ``new_memory``.
+
+    >>> from fdsd.comms.modules import read_modules
+    >>> model = nn.Linear(1, 1, device="meta")
+    >>> give_memory(read_modules(model), model, ["bias"], None)
+    >>> model.weight.is_meta, model.bias.is_meta
+    (True, False)
+    """
+    shown = {id(live.tensor) for live in modules.tensors.values()}
+    for name in wanted:
+        live = modules.tensors.get(name)
+        if live is not None and live.tied_to is None and live.is_memory and live.flat is None and is_meta(live):
+            local = _local(live.tensor)
+            install(modules, live, new_memory(live, tuple(local.shape), local.dtype, device))
+    for module in top.modules():
+        inside: Any = module
+        for table in (inside._parameters, inside._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None and id(tensor) not in shown and _local(tensor).is_meta:
+                    setattr(module, name, _in_place_of(tensor, torch.empty_like(tensor, device=device or "cpu")))

@@ -7,6 +7,7 @@ Optimizers are unknown here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,9 +70,13 @@ def is_dtensor(value: object) -> bool:
     >>> is_dtensor(torch.ones(2))
     False
     """
+    return _is_of_dtensors(type(value))
+
+
+@lru_cache(1 << 10)
+def _is_of_dtensors(kind: type) -> bool:
     return any(
-        base.__qualname__ == "DTensor" and base.__module__.startswith("torch.distributed.")
-        for base in type(value).__mro__
+        base.__qualname__ == "DTensor" and base.__module__.startswith("torch.distributed.") for base in kind.__mro__
     )
 
 

@@ -207,7 +207,8 @@ class GroupWorld:
     def _message(self, tensor: torch.Tensor, verb: str, peer: int) -> _Message:
         """Make a message of bytes, since backends know few dtypes; an empty one does not travel at all."""
         if peer not in self.ranks or peer == self.rank:
-            raise SpecMismatch(f"{verb} rank {peer}: the other ranks of this group are {listing(self._others())}.")
+            others = [rank for rank in self.ranks if rank != self.rank]
+            raise SpecMismatch(f"{verb} rank {peer}: the other ranks of this group are {listing(others) or 'none'}.")
         if not tensor.is_contiguous() or tensor.device != self.device:
             raise SpecMismatch(
                 f"{verb} rank {peer}: messages are contiguous memory on {self.device}, and this tensor is not; it has "
@@ -220,9 +221,6 @@ class GroupWorld:
         # as_strided: a tensor of one element is contiguous whatever its strides are, and a view of bytes minds them
         memory = movable(tensor.detach()).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return _Message(self, None, memory, verb, peer, time.monotonic())
-
-    def _others(self) -> list[int]:
-        return [rank for rank in self.ranks if rank != self.rank]
 
     # -- agreement ---------------------------------------------------------------------------------------------------
 

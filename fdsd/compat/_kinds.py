@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from fdsd.comms.dtensors import local_of_dtensor, make_like
-from fdsd.data.spec import TensorSpec
+from fdsd.data.spec import TensorSpec, known_spec
 
 __all__ = ["is_dtensor", "is_sharded_tensor", "kind_of", "misfit", "parts_of", "spec_of_kind", "with_parts"]
 
@@ -62,8 +62,8 @@ def spec_of_kind(tensor: Any) -> TensorSpec:
     """
     if isinstance(tensor, ShardedTensor):
         metadata = tensor.metadata()
-        return TensorSpec(tuple(metadata.size), metadata.tensor_properties.dtype)
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+        return known_spec(metadata.size, metadata.tensor_properties.dtype)
+    return known_spec(tensor.shape, tensor.dtype)
 
 
 def with_parts(like: Any, parts: Sequence[torch.Tensor]) -> Any:

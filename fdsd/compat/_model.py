@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fdsd.comms.live import Modules
-from fdsd.comms.modules import leaf_of, read_modules
+from fdsd.comms.live import LiveTensor, Modules
+from fdsd.comms.modules import is_dtensor, leaf_of, read_modules
 from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._flats import shown
 from fdsd.compat._fqns import prefix_of
@@ -59,11 +59,26 @@ def live_values(modules: Modules, names: Collection[str], options: StateDictOpti
     False
     """
     tensors, extra = modules.tensors, modules.extra
-    values = {name: leaf_of(tensors[name]) if name in tensors else extra[name].value for name in names}
+    give = _undetached if options.full_state_dict else leaf_of
+    values: dict[str, Any] = {}
+    for name in names:
+        live = tensors.get(name)
+        if live is None:
+            values[name] = extra[name].value
+        elif live.flat is not None and live.tied_to in values:
+            values[name] = values[live.tied_to]  # what is made of a tied one is made once
+        else:
+            values[name] = give(live)
     made = OrderedDict(shown({None: values}, modules, options)[None])
     versions = OrderedDict([(name, dict(version)) for name, version in modules.metadata.items()])
     made._metadata = versions  # type: ignore[attr-defined]  # torch's own convention
     return made
+
+
+def _undetached(live: LiveTensor) -> Any:
+    """Give a live tensor as a leaf, but a DTensor as it is: it is gathered anyway, and to detach one takes long."""
+    is_plain = live.flat is None and live.dtype is None
+    return live.tensor if is_plain and is_dtensor(live.tensor) else leaf_of(live)
 
 
 def submodule_prefixes(model: nn.Module, submodules: Any, options: StateDictOptions) -> list[str] | None:

@@ -65,9 +65,18 @@ def _bounded(walk: _F) -> _F:
 
 def _items(tree: Any) -> list[tuple[Any, Any]] | None:
     """Give the children of a container by key or index; ``None`` for a leaf."""
-    if is_mapping(tree):
-        return list(tree.items())
-    return list(enumerate(tree)) if is_sequence(tree) else None
+    kind = _container(type(tree))
+    if kind is None:
+        return None
+    return list(tree.items()) if kind is Mapping else list(enumerate(tree))
+
+
+@functools.lru_cache(1 << 10)
+def _container(kind: type) -> type | None:
+    """Tell mappings, and lists and tuples, from leaves; asking a class takes longer than remembering what it said."""
+    if issubclass(kind, Mapping):
+        return Mapping
+    return list if issubclass(kind, list | tuple) else None
 
 
 @_bounded

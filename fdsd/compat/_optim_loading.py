@@ -24,6 +24,7 @@ from fdsd.comms.optimizer_writing import check_write, write_optimizers
 from fdsd.compat._copying import Pair, copy_pairs, prepared
 from fdsd.compat._errors import LoadError
 from fdsd.compat._group import default_world, has_group
+from fdsd.compat._kinds import is_sharded_tensor
 from fdsd.compat._meetings import Meeting, Meetings, meetings_of
 from fdsd.compat._nested import leaves_of
 from fdsd.compat._optim import as_state, is_by_id, own_methods, without_unused
@@ -160,7 +161,7 @@ class OptimLoading:
                 mine = _nothing(osd, options)
             else:
                 with own_methods(optimizers):
-                    state = without_unused(as_state(osd, modules, optimizers, options))
+                    state = _deferred(without_unused(as_state(osd, modules, optimizers, options)))
                     plan, mine = _planned(state, modules, optimizers, options, meetings, by_id=is_by_id(osd))
         except Exception as error:  # the other ranks have to hear of it
             fault = error
@@ -194,6 +195,15 @@ class OptimLoading:
                 adopt=True,
                 dtype="source",
             )
+
+
+def _deferred(state: OptimState) -> OptimState:
+    """Give ShardedTensors as expressions: they warn when they are asked like tensors."""
+    slots = {
+        slot: {fqn: defer_leaf(value) if is_sharded_tensor(value) else value for fqn, value in column.items()}
+        for slot, column in state.slots.items()
+    }
+    return state.replace(slots=slots)
 
 
 def _nothing(osd: Any, options: StateDictOptions) -> Findings:

@@ -13,6 +13,7 @@ from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.spans import view_of
+from fdsd.comms.wrappers import EXTRA_STATE
 from fdsd.compat._errors import LoadError
 from fdsd.compat._nested import Path, mapped, named
 from fdsd.data.errors import FdsdError, listing
@@ -125,11 +126,17 @@ def _statement(state: Any, outline: Outline, fault: BaseException | None) -> Any
 
 
 def outline_of_model(state: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Give the outline of a model's state dict: specs of its tensors; extra states as they are."""
-    made = OrderedDict([(name, _spec(value) if is_exact(value) else value) for name, value in state.items()])
+    """Give the outline of a model's state dict: specs of its tensors; extra states as they are, tensors too."""
+    made = OrderedDict([(name, _outlined(name, value) if is_exact(value) else value) for name, value in state.items()])
     if (metadata := getattr(state, "_metadata", None)) is not None:
         made._metadata = metadata  # type: ignore[attr-defined]  # torch's own convention
-    return made, [name for name, value in made.items() if isinstance(value, torch.Tensor)]
+    return made, [name for name, value in made.items() if isinstance(value, torch.Tensor) and not is_exact(value)]
+
+
+def _outlined(name: Any, tensor: torch.Tensor) -> Any:
+    if str(name).rpartition(".")[2] == EXTRA_STATE:
+        return tensor.detach().cpu().clone()  # a module may know nothing of it before it gets it, not even its shape
+    return _spec(tensor)
 
 
 def outline_of_tree(state: Mapping[str, Any]) -> tuple[Any, list[str]]:

@@ -101,8 +101,9 @@ def _gather_state_dict(
     {'w': tensor([1., 1.]), 'betas': (0.9, 0.99)}
     """
     leaves = leaves_of(state_dict)
+    names = {path: named(path) for path, leaf in leaves.items() if lies_over_ranks(leaf)}
     whole = gathered(
-        {named(path): leaf for path, leaf in leaves.items() if lies_over_ranks(leaf)},
+        {name: leaves[path] for path, name in names.items()},
         numbers_of(ranks_only, pg),
         group=pg,
         device=_CPU if cpu_offload else None,
@@ -112,7 +113,7 @@ def _gather_state_dict(
     if not is_among(ranks_only, pg):
         return nothing_of(state_dict)
     move = Once(to_cpu) if cpu_offload else _as_it_is
-    return _changed(state_dict, lambda path, leaf: whole[named(path)] if lies_over_ranks(leaf) else move(leaf))
+    return _changed(state_dict, lambda path, leaf: whole[names[path]] if path in names else move(leaf))
 
 
 def _offload_state_dict_to_cpu(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from fdsd.algebra.apply import defer_leaf
 from fdsd.algebra.lazy import Lazy
@@ -42,11 +43,13 @@ class _Where:
         ranks: All that have to take part, ascending.
         device: Of the whole.
         is_here: Whether nothing has to travel: each rank has all of it, or this one nothing at all.
+        is_partial: Whether what lies there are partial sums.
     """
 
     ranks: tuple[int, ...]
     device: torch.device
     is_here: bool
+    is_partial: bool = False
 
 
 @define
@@ -79,7 +82,8 @@ class _Places:
     def _of_mesh(self, mesh: Any, placements: Any) -> _Where:
         ranks = tuple(sorted(map(int, mesh.mesh.flatten().tolist())))
         is_here = this_rank() not in ranks or len(ranks) == 1 or all(p.is_replicate() for p in placements)
-        return _Where(ranks, self.device or torch.device(mesh.device_type), is_here)
+        is_partial = any(placement.is_partial() for placement in placements)
+        return _Where(ranks, self.device or torch.device(mesh.device_type), is_here, is_partial)
 
 
 def gathered(
@@ -111,25 +115,27 @@ def gathered(
     wants = wanting is None or this_rank() in wanting
     made: dict[str, torch.Tensor] = {}
     move = Once(lambda one: parts_of(one)[0].detach().to(where.device))
-    requests, places = _Requests(wanting, wants), _Places(group, device, spare)
+    gathering, places, shared = _Gathering(wanting, wants), _Places(group, device, spare), _shared(tensors.values())
     for name in sorted(tensors):
-        where = places.of(tensors[name])
-        spec = spec_of_kind(tensors[name])
+        tensor = tensors[name]
+        where = places.of(tensor)
         if where.is_here:
-            made.update({name: move(tensors[name])} if wants else {})
+            made.update({name: move(tensor)} if wants else {})
             continue
+        spec = spec_of_kind(tensor)
         if not spec.numel:
             made.update({name: torch.empty(spec.shape, dtype=spec.dtype, device=where.device)} if wants else {})
             continue
         try:
-            requests.add(name, tensors[name], spec, where)
+            gathering.add(name, tensor, spec, where, shared)
         except FdsdError as found:
             add_note(found, f"of {name!r}")
             error = error or found
-    for ranks in sorted(requests.meetings):  # every rank has the meetings that it shares with another in this order
+    for ranks, requests, target in gathering.meetings():
         world = world_over(frozenset(ranks))
         try:
-            made.update(plan_delivery(requests.meetings[ranks], world, error=error, rank=this_rank()).run())
+            delivery = plan_delivery(requests, world, device=target, error=error, rank=this_rank())
+            made.update(delivery.run())
         except Exception as found:  # told in the other meetings too: nobody waits there
             error = error or found
     if error is not None:
@@ -137,38 +143,64 @@ def gathered(
     return made
 
 
-class _Requests:
-    """Makes requests, by the ranks that meet; tied tensors share the expression and the memory of the result."""
+def _shared(tensors: Iterable[Any]) -> frozenset[int]:
+    """Give the addresses at which several tensors begin here, which may be tied; 0 stands for no memory."""
+    counts = Counter([part.data_ptr() for tensor in tensors for part in parts_of(tensor)])
+    return frozenset([0, *[address for address, count in counts.items() if count > 1]])
+
+
+class _Gathering:
+    """Makes requests, by the ranks that meet; tied tensors share the expression, and so the result."""
 
     def __init__(self, wanting: frozenset[int] | None, wants: bool) -> None:
-        self.meetings: dict[tuple[int, ...], dict[str, Request]] = {}
+        self._asked: dict[tuple[int, ...], dict[str, tuple[Request, torch.device]]] = {}
         self._wanting = wanting
         self._wants = wants
-        self._made: dict[Hashable, tuple[Lazy, torch.Tensor | None]] = {}
+        self._nodes: dict[Hashable, Lazy] = {}
         self._targets: dict[Hashable, Pieces] = {}
 
-    def add(self, name: str, tensor: Any, spec: TensorSpec, where: _Where) -> None:
-        meeting = self.meetings.setdefault(where.ranks, {})
-        parts = tuple([tie_key(part) for part in parts_of(tensor)])
-        key = (parts, spec, where.ranks) if parts else name
-        if key not in self._made:
-            node = defer_leaf(_reduced(tensor))
-            out = torch.empty(node.shape, dtype=node.dtype, device=where.device) if self._wants else None
-            self._made[key] = node, out
-        node, out = self._made[key]
+    def add(self, name: str, tensor: Any, spec: TensorSpec, where: _Where, shared: Container[int]) -> None:
+        """Add a tensor; those that begin at a shared address are looked at more closely."""
+        parts = parts_of(tensor)
+        key: Hashable = name
+        if any(part.data_ptr() in shared for part in parts):
+            key = tuple([tie_key(part) for part in parts]), spec, where.ranks
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = defer_leaf(_reduced(tensor) if where.is_partial else tensor)
         target = None if self._wanting is None else self._whole(node.shape, where.ranks, self._wanting)
-        meeting[name] = Request(node, target, everyone=False, out=out)
+        self._asked.setdefault(where.ranks, {})[name] = Request(node, target, False), where.device
 
     def _whole(self, shape: tuple[int, ...], ranks: tuple[int, ...], wanting: frozenset[int]) -> Pieces:
         if (shape, ranks) not in self._targets:
             self._targets[shape, ranks] = Pieces.whole(shape, wanting.intersection(ranks))
         return self._targets[shape, ranks]
 
+    def meetings(self) -> Iterator[tuple[tuple[int, ...], dict[str, Request], torch.device | None]]:
+        """Give the meetings, each two of a rank's in the same order on every rank, and where results are made."""
+        for ranks in sorted(self._asked):
+            asked = self._asked[ranks]
+            devices = {device for _, device in asked.values()}
+            if len(devices) > 1 and self._wants:
+                yield ranks, self._with_memory(asked), None
+            else:
+                yield ranks, {name: request for name, (request, _) in asked.items()}, devices.pop()
+
+    def _with_memory(self, asked: Mapping[str, tuple[Request, torch.device]]) -> dict[str, Request]:
+        """Give each request memory on its own device."""
+        outs: dict[int, torch.Tensor] = {}
+        made: dict[str, Request] = {}
+        for name, (request, device) in asked.items():
+            node = request.node
+            assert node is not None
+            if id(node) not in outs:
+                outs[id(node)] = torch.empty(node.shape, dtype=node.dtype, device=device)
+            made[name] = evolve(request, out=outs[id(node)])
+        return made
+
 
 def _reduced(tensor: Any) -> Any:
-    """Add up partial sums, which are values yet to be computed, by torch's own means."""
-    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
-        return tensor
+    """Add up partial sums of a DTensor, which are values yet to be computed, by torch's own means."""
     from torch.distributed.tensor import Replicate
 
     whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]

@@ -87,7 +87,7 @@ class OptimState:
         Raises:
             UnknownName: ``state`` or ``param_groups`` is missing, ids have no names, an id is in no group.
             SpecMismatch: The number of names is wrong.
-            NameConflict: A name or an id stands twice.
+            NameConflict: A name or an id stands twice, or ``fqns`` contradicts the dict's ``param_names``.
             Unsupported: Ids and names are mixed.
 
         >>> osd = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}

@@ -39,7 +39,7 @@ def read_osd(osd: Mapping[str, Any], fqns: Names | None) -> Parts:
     Raises:
         UnknownName: ``state`` or ``param_groups`` is missing, ids have no names, or an id is in no group.
         SpecMismatch: The number of names is wrong.
-        NameConflict: A name or an id stands twice.
+        NameConflict: A name or an id stands twice, or ``fqns`` contradicts the dict's ``param_names``.
         Unsupported: Ids and names are mixed, or the dict is no optimizer's state dict.
     """
     packed, keys = _read_groups(osd)
@@ -110,6 +110,8 @@ def _checked_names(flat: list[str], fqns: Names | None) -> dict[Any, str]:
 def _names_of_ids(packed: list[Any], keys: list[list[int]], fqns: Names | None) -> dict[Any, str]:
     ids = sorted(key for group in keys for key in group)
     names = _param_names(packed, keys) if fqns is None else _given_names(ids, fqns)
+    if fqns is not None and all("param_names" in group for group in packed):
+        _check_swapped(names, _param_names(packed, keys))
     if odd := [name for name in names.values() if not isinstance(name, str)]:
         raise SpecMismatch(f"from_torch: names are strings; these are not: {listing(odd)}.")
     if double := twice(names.values()):
@@ -139,6 +141,20 @@ def _given_names(ids: list[int], fqns: Names) -> dict[Any, Any]:
             f"{plural(len(ids), 'parameter')}. Give one for each, in the order of the ids."
         )
     return dict(zip(ids, names, strict=True))
+
+
+def _check_swapped(names: dict[Any, Any], own: dict[Any, Any]) -> None:
+    """Raise if the dict itself gives one of the names to another parameter; longer names, with a prefix, are fine."""
+    holders = {name: key for key, name in own.items()}
+    odd = [key for key, name in names.items() if holders.get(name, key) != key]
+    if odd:
+        texts = [f"{names[key]!r} for id {key}, which is {own[key]!r} there" for key in odd]
+        raise NameConflict(
+            f"from_torch: fqns= contradicts the dict's own 'param_names' for {plural(len(odd), 'parameter')}: "
+            f"{'; '.join(texts[:10])}"
+            f"{f'; and {len(texts) - 10} more' if len(texts) > 10 else ''}. Leave fqns= out, or give the names in the "
+            "order of the ids."
+        )
 
 
 def _param_names(packed: list[Any], keys: list[list[int]]) -> dict[Any, Any]:

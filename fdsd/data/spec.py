@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from attrs import field, frozen
 from fdsd.data.errors import SpecMismatch, Unsupported
 from fdsd.data.place import Place
 
-__all__ = ["TensorSpec", "VirtualTensor", "dtype_name", "is_exact", "spec_of"]
+__all__ = ["OpaqueSpec", "TensorSpec", "VirtualTensor", "dtype_name", "is_exact", "known_spec", "spec_of"]
 
 Shape = tuple[int, ...]
 
 
 def _to_shape(shape: Iterable[int]) -> Shape:
     try:
-        sizes = tuple(operator.index(size) for size in shape)
+        sizes = tuple(map(operator.index, shape))
     except TypeError as error:
         raise SpecMismatch(f"TensorSpec: a shape is a tuple of whole numbers, not {shape!r}.") from error
-    if any(size < 0 for size in sizes):
+    if sizes and min(sizes) < 0:
         raise SpecMismatch(f"TensorSpec: sizes are 0 or more, not {sizes}.")
     return sizes
 
@@ -82,6 +83,13 @@ class TensorSpec:
         return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
+@frozen
+class OpaqueSpec(TensorSpec):
+    """The spec of a tensor of a class that fdsd does not know: it can be renamed and chosen, and no more."""
+
+    cls: str = field(kw_only=True, eq=False, repr=False)
+
+
 class VirtualTensor:
     """Base of the leaves that stand for a tensor which is not wholly here."""
 
@@ -96,6 +104,16 @@ class VirtualTensor:
     def place(self) -> Place:
         """Where the tensor would lie, were it in memory: leaves of one place, shape and dtype are tied."""
         return Place(("object", id(self)))
+
+
+@lru_cache(1 << 14)
+def known_spec(shape: Shape, dtype: torch.dtype) -> TensorSpec:
+    """Give a spec that is made once: models have thousands of tensors, of few shapes.
+
+    >>> known_spec((2,), torch.int8) is known_spec((2,), torch.int8)
+    True
+    """
+    return TensorSpec(shape, dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -153,6 +171,7 @@ def spec_of(leaf: Any) -> TensorSpec | None:
             )
         if is_exact(leaf):
             _check_grid(leaf)
+            return known_spec(leaf.shape, leaf.dtype)
         return TensorSpec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, VirtualTensor):
         return leaf.spec

@@ -8,7 +8,7 @@ where it would lie if each source were row-major memory, so that all kinds of le
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from fdsd.data.place import Place, row_major_or
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 
-__all__ = ["place_of", "place_over_ranks", "storage_id", "tie_key", "ties"]
+__all__ = ["place_in_parts", "place_of", "place_over_ranks", "storage_id", "tie_key", "ties"]
 
 # ShardedTensor warns of its end whenever an attribute is looked at.
 _PlainAccess = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # no public name
@@ -68,7 +68,12 @@ def place_over_ranks(tensor: torch.Tensor) -> Place | None:
         return None
     with _PlainAccess():
         placements = getattr(tensor, "placements", None)
-    return Place(("over ranks", placements, tuple([tie_key(shard) for shard in shards])))
+    return place_in_parts(placements, shards)
+
+
+def place_in_parts(placements: Hashable, parts: Iterable[torch.Tensor]) -> Place:
+    """Tell which memory of this rank a tensor over ranks has, by what is here of it."""
+    return Place(("over ranks", placements, tuple([tie_key(part) for part in parts])))
 
 
 def tie_key(leaf: object) -> Hashable | None:

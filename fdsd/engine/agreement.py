@@ -100,31 +100,67 @@ def state(requests: Mapping[str, Request], rank: int) -> Statement:
         FdsdError: A request does not fit together; the message names the tensor.
     """
     made = Statement()
-    places: dict[Key, int] = {}
+    stating = _Stating(made, rank)
     leaders: dict[Hashable, int] = {}
-    checked: set[Hashable] = set()
     given = [request.out for request in requests.values()]
     for name, request in requests.items():
         try:
-            expression, origins = (None, ()) if request.node is None else expression_of(request.node)
-            placements = tuple([placement_of(origin) for origin in origins])
-            key = Key(expression, placements, request.target, request.everyone, request.result_dtype)
-            out = request.out
-            if (shape := (key, None if out is None else out.shape, out is not None and out.is_meta)) not in checked:
-                request.check(rank)
-                checked.add(shape)
+            place = stating.place_of(request)
         except Exception as error:
             add_note(error, f"of {name!r}")
             raise
-        place = places.setdefault(key, len(places))
-        if place == len(made.keys):
-            made.keys.append(key)
         leader = leaders.setdefault((name if request.node is None else id(request.node), place), len(made.names))
-        made.leaders.append(leader if _same_memory(given[leader], out) else len(made.names))
+        made.leaders.append(leader if _same_memory(given[leader], request.out) else len(made.names))
         made.names.append(name)
         made.kinds.append(place)
-        made.origins.append(origins)
     return made
+
+
+class _Stating:
+    """Sorts requests by their keys.
+
+    Thousands of requests have few keys, and share the specs and layouts that they are made of. So they are told apart by
+    identity first; placements are kept, so that no other one gets the identity of one that is gone.
+    """
+
+    def __init__(self, made: Statement, rank: int) -> None:
+        self._made = made
+        self._rank = rank
+        self._places: dict[Key, int] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._checked: set[Hashable] = set()
+        self._alive: list[Target] = []
+
+    def place_of(self, request: Request) -> int:
+        """Give the place of a request's key among all keys, and note its source tensors."""
+        node, out = request.node, request.out
+        if node is None or not isinstance(node.op, Origin):
+            return self._place_of_new(request)
+        op = node.op
+        placement = placement_of(op)
+        memory = None if out is None else (out.shape, out.dtype, out.is_meta)
+        seen = id(op.spec), id(placement), id(request.target), request.everyone, request.dtype, memory
+        place = self._seen.get(seen)
+        if place is None:
+            place = self._seen[seen] = self._place_of_new(request)
+        else:
+            self._made.origins.append((op,))
+        self._alive.append(placement)
+        return place
+
+    def _place_of_new(self, request: Request) -> int:
+        made, out = self._made, request.out
+        expression, origins = (None, ()) if request.node is None else expression_of(request.node)
+        placements = tuple([placement_of(origin) for origin in origins])
+        key = Key(expression, placements, request.target, request.everyone, request.result_dtype)
+        if (shape := (key, None if out is None else out.shape, out is not None and out.is_meta)) not in self._checked:
+            request.check(self._rank)
+            self._checked.add(shape)
+        place = self._places.setdefault(key, len(self._places))
+        if place == len(made.keys):
+            made.keys.append(key)
+        made.origins.append(origins)
+        return place
 
 
 def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

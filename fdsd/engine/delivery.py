@@ -165,6 +165,7 @@ class _Run:
                 exchange.advance(message - first)
                 self._finish(i)
             exchange.finish()
+            self._settle(stop - 1)
         exchange.memory.forget()
         error, name = exchange.error or (None, "")
         failure = None if error is None else failure_of(error, repr(name))
@@ -181,6 +182,13 @@ class _Run:
             return
         if result is not None:
             self._made[self._plan.positions[i]] = result
+
+    def _settle(self, last: int) -> None:
+        if self._exchange.error is None:
+            try:
+                self._exchange.memory.settle()
+            except Exception as error:  # told to all at the end
+                self._exchange.fail(error, last)
 
     def results(self, start: int, stop: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Give the results of some tensors in the order of names, tied ones again."""

@@ -5,28 +5,30 @@ A leaf is wanted whole on every rank, unless it says itself where (``Sharded``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from attrs import frozen
 
 from fdsd.algebra.apply import defer_leaf
-from fdsd.data.columns import Slot
-from fdsd.data.errors import SpecMismatch, listing
-from fdsd.data.groups import ParamGroup
+from fdsd.algebra.lazy import Lazy
+from fdsd.data.errors import RankDisagreement, SpecMismatch, Unsupported, listing
 from fdsd.data.optim import OptimState
 from fdsd.data.protocols import World
-from fdsd.data.spec import TensorSpec, is_exact, spec_of
+from fdsd.data.spec import is_exact, spec_of
+from fdsd.data.ties import tie_key
 from fdsd.engine.delivery import Delivery, plan_delivery
+from fdsd.engine.optim_rows import from_rows, join_groups, rows_of
+from fdsd.engine.outlines import has_data
 from fdsd.engine.request import Request
-from fdsd.data.values import same_mapping
-from fdsd.engine.unions import union_of
+from fdsd.engine.unions import agreed_order, everyone, share_objects
 from fdsd.layout.layout import Layout
+from fdsd.layout.mesh import Mesh
+from fdsd.layout.placement import Replicate
 from fdsd.layout.sharded import Sharded
 
-__all__ = ["Gathering", "gather_leaves", "gather_optim", "plan_gathering"]
+__all__ = ["Gathering", "gather_leaves", "gather_optim", "one_rank", "plan_gathering"]
 
 
 @frozen(eq=False)
@@ -35,29 +37,26 @@ class Gathering:
 
     Attributes:
         delivery: The tensors.
-        order: All names of all ranks.
         leaves: The leaves of this rank.
-        others: The leaves that are no tensors, of all ranks.
+        order: All names of all ranks.
+        objects: The leaves that are no tensors: this rank's, and those that only others have.
         rank: This rank.
     """
 
     delivery: Delivery
-    order: tuple[str, ...]
     leaves: Mapping[str, Any]
-    others: Mapping[str, Any]
+    order: tuple[str, ...]
+    objects: Mapping[str, Any]
     rank: int
 
     def run(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Deliver: each name that is wanted here with this rank's local tensor, in order."""
-        with closing(self.delivery.run()) as items:  # type: ignore[type-var]  # it is a generator
-            yield from items
+        return self.delivery.run()
 
     def collect(self) -> dict[str, Any]:
         """Deliver everything, and give the leaves as they are wanted here."""
-        got = {name: self._leaf(name, value) for name, value in self.run()}
-        wants_nothing = not got and len(self.others) < len(self.order)
-        rest: Mapping[str, Any] = {} if wants_nothing else self.others
-        return {name: got.get(name, rest.get(name)) for name in self.order if name in got or name in rest}
+        made = {**self.objects, **{name: self._leaf(name, value) for name, value in self.run()}}
+        return {name: made[name] for name in self.order if name in made}
 
     def _leaf(self, name: str, local: torch.Tensor) -> Any:
         leaf = self.leaves.get(name)
@@ -69,6 +68,20 @@ class Gathering:
 def _is_on_one(layout: Layout) -> bool:
     """Tell whether a tensor is wanted whole on one rank, as ``gather(to=rank)`` says it."""
     return layout.mesh.size == 1
+
+
+def one_rank(to: Any, verb: str) -> Layout:
+    """Give the layout of a whole tensor on one rank.
+
+    Raises:
+        Unsupported: ``to`` is no rank.
+
+    >>> one_rank(3, "gather").mesh.ranks
+    (3,)
+    """
+    if not isinstance(to, int) or isinstance(to, bool) or to < 0:
+        raise Unsupported(f'{verb}: to is "all" or the number of a rank, not {to!r}.')
+    return Layout(Mesh({"rank": 1}, [to]), [Replicate()])
 
 
 def plan_gathering(
@@ -93,40 +106,61 @@ def plan_gathering(
         verb: How errors call the asker.
 
     Raises:
-        SpecMismatch: Leaves have no data.
+        SpecMismatch: Leaves have no data, or are wanted on ranks that are not in the group.
         RankDisagreement: The ranks know different things of one name.
     """
     requests: dict[str, Request] = {}
-    others: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    nodes: dict[Hashable, Lazy] = {}
     error: Exception | None = None
     try:
-        if hollow := [name for name, leaf in leaves.items() if isinstance(leaf, TensorSpec)]:
-            raise SpecMismatch(f"{verb}: {listing(hollow)} are specs and have no data. Open the checkpoint itself.")
+        _check(leaves, world, target, verb)
         for name, leaf in leaves.items():
             if spec_of(leaf) is None:
-                others[name] = leaf
+                objects[name] = leaf
             else:
-                requests[name] = _request(leaf, name, target, device, keep)
+                requests[name] = _request(leaf, _node(leaf, name, nodes), target, device, keep)
     except Exception as found:  # the other ranks have to hear of it
         error = found
     delivery = plan_delivery(requests, world, budget=budget, device=device, error=error)
-    order = union_of(world, dict.fromkeys(leaves, 0), f"{verb}: the names")
-    if len(world.ranks) > 1 and (len(order) != len(leaves) or len(order) != len(requests)):
-        others = union_of(world, others, f"{verb}: objects that are no tensors") if _differ(world, others) else others
-    return Gathering(delivery, tuple(order), leaves, others, world.rank)
+    shared = share_objects(world, objects, f"{verb}: objects that are no tensors")
+    if odd := sorted(set(shared).intersection(delivery.names)):
+        raise RankDisagreement(f"{verb}: some ranks have a tensor, and others something else, of {listing(odd)}.")
+    order = agreed_order(everyone(world, list(leaves), verb)) if shared else delivery.names
+    return Gathering(delivery, leaves, tuple(order), shared, world.rank)
 
 
-def _differ(world: World, others: Mapping[str, Any]) -> bool:
-    """Tell whether some ranks have other names of objects than others; each keeps its own objects otherwise."""
-    return len({tuple(sorted(names)) for names in world.agree(list(others))}) > 1
+def _check(leaves: Mapping[str, Any], world: World, target: Layout | None, verb: str) -> None:
+    if hollow := [name for name, leaf in leaves.items() if not has_data(leaf)]:
+        raise SpecMismatch(
+            f"{verb}: {listing(hollow)} have no data (specs, or on the meta device). Open the checkpoint itself, or "
+            "give the module memory first."
+        )
+    if len(world.ranks) == 1:
+        return  # other ranks' shards are no business of a process alone
+    wanted = {leaf.layout.mesh.ranks for leaf in leaves.values() if isinstance(leaf, Sharded)}
+    wanted |= set() if target is None else {target.mesh.ranks}
+    if strays := sorted({rank for ranks in wanted for rank in ranks} - set(world.ranks)):
+        raise SpecMismatch(
+            f"{verb}: tensors are wanted on the ranks {listing(strays)}, and the group has {listing(world.ranks)}."
+        )
 
 
-def _request(leaf: Any, name: str, target: Layout | None, device: Any, keep: bool) -> Request:
+def _node(leaf: Any, name: str, nodes: dict[Hashable, Lazy]) -> Lazy:
+    """Give a leaf as an expression: one for all names of a tied tensor, so that it travels once and stays one."""
+    if not isinstance(leaf, torch.Tensor):
+        return defer_leaf(leaf, name)
+    key = tie_key(leaf)
+    if key not in nodes:
+        nodes[key] = defer_leaf(leaf, name)
+    return nodes[key]
+
+
+def _request(leaf: Any, node: Lazy, target: Layout | None, device: Any, keep: bool) -> Request:
     if isinstance(leaf, Sharded):
-        return Request(defer_leaf(leaf, name), leaf.layout)
-    node = defer_leaf(leaf, name)
+        return Request(node, leaf.layout)
     stays = keep and target is None and is_exact(leaf) and (device is None or leaf.device == torch.device(device))
-    return Request(node, target, out=leaf.detach() if stays and not leaf.is_meta else None)
+    return Request(node, target, out=leaf.detach() if stays else None)
 
 
 def gather_leaves(leaves: Mapping[str, Any], world: World, **how: Any) -> dict[str, Any]:
@@ -135,31 +169,8 @@ def gather_leaves(leaves: Mapping[str, Any], world: World, **how: Any) -> dict[s
 
 
 def gather_optim(state: OptimState, world: World, **how: Any) -> OptimState:
-    """Bring the state of an optimizer together, and the groups of all ranks; collective. See ``plan_gathering``.
-
-    Groups at the same place with the same options are one group of the parameters of all ranks; others follow.
-    """
-    places = {f"{fqn} ({slot!r})": (slot, fqn) for slot, column in state.slots.items() for fqn in column}
-    leaves = {label: state.slots[slot][fqn] for label, (slot, fqn) in places.items()}
-    got = gather_leaves(leaves, world, **how)
-    every = union_of(world, places, "materialize: the slots")
-    columns: dict[Slot, dict[str, Any]] = {}
-    for label, (slot, fqn) in every.items():
-        if label in got:
-            columns.setdefault(slot, {})[fqn] = got[label]
-    return state.replace(slots=columns, groups=_joined(state.groups, world))
-
-
-def _joined(groups: tuple[ParamGroup, ...], world: World) -> tuple[ParamGroup, ...]:
-    """Join the groups of all ranks; equal ones do not travel."""
-    if len(set(world.agree([group.fqns for group in groups].__repr__()))) == 1:
-        return groups
-    made: list[ParamGroup] = []
-    for some in world.agree(groups):
-        for i, group in enumerate(some):
-            if i < len(made) and same_mapping(made[i].options, group.options):
-                fqns = dict.fromkeys((*made[i].fqns, *group.fqns))
-                made[i] = ParamGroup(fqns, made[i].options, named=made[i].named)
-            else:
-                made.append(group)
-    return tuple(made)
+    """Bring the state of an optimizer together, and the groups of all ranks; collective. See ``plan_gathering``."""
+    rows = rows_of(state)
+    got = gather_leaves({label: row.value for label, row in rows.items()}, world, **how)
+    groups = join_groups(state.groups, world, "materialize")
+    return state.replace(slots=from_rows(got, rows, world, "materialize"), groups=groups)

@@ -5,11 +5,9 @@ No rank but the writer needs memory for more than its messages, and the writer n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
-
-import torch
 
 from fdsd.algebra.apply import apply
 from fdsd.algebra.graph import walk
@@ -20,9 +18,11 @@ from fdsd.data.protocols import World
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.engine.delivery import Delivery, plan_delivery
+from fdsd.engine.flows import Flow
+from fdsd.engine.gathering import one_rank
+from fdsd.engine.outlines import shared_ties
 from fdsd.engine.progress import Progress
 from fdsd.engine.request import Request
-from fdsd.engine.streams import one_rank
 from fdsd.engine.unions import agree_on, together, union_of
 from fdsd.layout.sharded import Sharded
 from fdsd.storage.safetensors_sink import SafetensorsSink
@@ -43,14 +43,13 @@ def writer_of(state: Mapping[str, Any], world: World) -> int:
         SpecMismatch: Several ranks are named, or one outside of the group.
         RankDisagreement: The ranks name different ones.
 
+    >>> import torch
     >>> from fdsd.comms.alone import Alone
     >>> writer_of({"w": torch.ones(1)}, Alone(2))
     2
     """
     named = {
-        leaf.layout.mesh.ranks[0]
-        for leaf in state.values()
-        if isinstance(leaf, Sharded) and leaf.layout.mesh.size == 1
+        leaf.layout.mesh.ranks[0] for leaf in state.values() if isinstance(leaf, Sharded) and leaf.layout.mesh.size == 1
     }
     found = {rank for some in world.agree(sorted(named)) for rank in some}
     if len(found) > 1 or not found <= set(world.ranks):
@@ -64,9 +63,7 @@ def writer_of(state: Mapping[str, Any], world: World) -> int:
 def save_over(
     world: World,
     writer: int,
-    specs: Mapping[str, TensorSpec],
     nodes: Mapping[str, Lazy],
-    owners: Mapping[str, str],
     begin: Begin,
     *,
     budget: int,
@@ -77,31 +74,27 @@ def save_over(
     Args:
         world: The ranks.
         writer: The rank that writes.
-        specs: The specs of this rank's tensors, aliases included.
-        nodes: The tensors themselves, aliases left out.
-        owners: Aliases and the tensors that they are other names of.
+        nodes: This rank's tensors.
         begin: Begins to write, on the writer.
         budget: Bytes that may be under way.
         finish: Puts other files in their place, on the writer, before the tensors' files are.
 
     Raises:
-        RankDisagreement: The ranks know different things of one name, or one of them failed; on all.
+        RankDisagreement: The ranks know different things of one name; on all.
+        FdsdError: One of them failed; the same on all.
     """
-    every = union_of(world, {name: (spec.shape, spec.dtype) for name, spec in specs.items()}, "save: the tensors")
-    aliases = union_of(world, owners, "save: the tied names")
-    stored = {name: TensorSpec(*spec) for name, spec in every.items() if name not in aliases}
-    parts = dict(_parts(stored, _opaque(world, nodes), max(_LEAST, budget // 4)))
+    aliases = shared_ties(world, nodes, "save")
+    mine = {name: (node.shape, node.dtype) for name, node in nodes.items()}
+    specs = {name: TensorSpec(*spec) for name, spec in union_of(world, mine, "the tensors to save").items()}
+    stored = {name: spec for name, spec in specs.items() if name not in aliases}
+    owned = {aliases.get(name, name): node for name, node in nodes.items()}
+    parts = dict(_parts(stored, _opaque(world, owned), max(_LEAST, budget // 4)))
     target = one_rank(writer, "save")
     requests = {
-        label: Request(_cut(nodes[name], region), target) for label, (name, region) in parts.items() if name in nodes
+        label: Request(_cut(owned[name], region), target) for label, (name, region) in parts.items() if name in owned
     }
     delivery = plan_delivery(requests, world, budget=budget)
-
-    def started() -> SafetensorsSink | None:
-        return begin({name: TensorSpec(*spec) for name, spec in every.items()}, aliases) if is_writer else None
-
-    is_writer = world.rank == writer
-    sink = together(world, "save", started)
+    sink = together(world, "save", lambda: begin(specs, aliases) if world.rank == writer else None)
     error: Exception | None = None
     try:
         with sink or nullcontext():
@@ -148,18 +141,13 @@ def _write(
     delivery: Delivery, parts: Mapping[str, _Part], sink: SafetensorsSink | None, stored: Mapping[str, TensorSpec]
 ) -> None:
     """Write what arrives; leaving early ends the delivery on all ranks."""
-    total = sum([spec.nbytes for spec in stored.values()])
-    with closing(delivery.run()) as items:  # type: ignore[type-var]  # it is a generator
+    with Flow(delivery.run) as items:
         if sink is None:
-            _drain(items)
+            for label, _ in items:
+                raise UnknownName(f"save: {label!r} came to a rank that does not write.")
             return
-        with Progress(f"saving {sink.path.name}", total) as progress:
+        with Progress(f"saving {sink.path.name}", sum([spec.nbytes for spec in stored.values()])) as progress:
             for label, value in items:
                 name, region = parts[label]
                 sink.write(name, region, value)
                 progress.advance(value.nbytes)
-
-
-def _drain(items: Iterable[tuple[str, torch.Tensor]]) -> None:
-    for label, _ in items:
-        raise UnknownName(f"save: {label!r} came to a rank that does not write.")

@@ -5,7 +5,7 @@ Pure: neither modules nor processes are known here, and no data is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from attrs import frozen
@@ -14,13 +14,13 @@ from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.naming import nearest
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, dtype_name, spec_of
-from fdsd.data.statedict import StateDict
-from fdsd.data.ties import tie_key, ties
+from fdsd.data.statedict import StateDict, same_leaf
+from fdsd.data.ties import ties
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.transforms.which import Choice
 
-__all__ = ["DtypeRule", "Match", "expected", "match_state"]
+__all__ = ["DtypeRule", "Match", "excused", "expected", "match_state"]
 
 DtypeRule = Literal["same", "target", "source"]
 
@@ -30,18 +30,21 @@ class Match:
     """What goes where.
 
     Attributes:
-        loads: For each name of the model whose memory is written, the name in the state that it comes from; of tied
-            names the first.
+        loads: For each tensor of the model, by the first of its names that are expected, the name in the state that
+            it comes from.
+        loaded: All names of the model that get a value, tied ones too.
         missing: Names that the model expects and the state lacks, tied names of loaded ones aside.
-        unexpected: Names of the state that the model does not expect.
-        untied: Names that are tied in the model, and not in the state: they take the value of the first.
+        unexpected: Names of the state that no model expects.
+        untied: Names that are tied in the model and hold tensors of their own in the state, each with the one that is
+            loaded in its place: whether the values are equal is not known yet.
         problems: What has to stop a load.
     """
 
     loads: Mapping[str, str]
+    loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    untied: tuple[str, ...] = ()
+    untied: tuple[tuple[str, str], ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
@@ -62,11 +65,13 @@ def expected(specs: StateDict[Any], keep: Pipeline, verb: str = "restore") -> St
     >>> list(expected(two, drop("a")))
     ['b']
     """
+    if not isinstance(keep, Pipeline):
+        raise Unsupported(f"{verb}: filter is a pipeline that chooses names, such as drop(...), not {keep!r}.")
     made = keep(specs)
     if not isinstance(made, StateDict):
         raise Unsupported(f"{verb}: the filter gives a {type(made).__name__}. Give one that chooses names.")
     chosen: StateDict[Any] = made
-    if odd := [name for name, leaf in chosen.items() if name not in specs or leaf != specs[name]]:
+    if odd := [name for name, leaf in chosen.items() if name not in specs or not same_leaf(leaf, specs[name])]:
         raise SpecMismatch(
             f"{verb}: the filter may only leave names out, and it makes or changes {listing(odd)}. "
             "Apply the other steps to the state instead."
@@ -81,6 +86,8 @@ def match_state(
     dtype: DtypeRule = "same",
     allow_missing: Choice,
     allow_unexpected: Choice,
+    owners: Mapping[str, str] | None = None,
+    elsewhere: Collection[str] = (),
 ) -> Match:
     """Compare a state with what a model expects.
 
@@ -91,17 +98,22 @@ def match_state(
         dtype: ``"same"``: other dtypes are a problem.
         allow_missing: Names that the state may lack.
         allow_unexpected: Names that it may have beyond.
+        owners: The tied names of the state, each with the first name of the same tensor; as its leaves say by default.
+        elsewhere: Names that the models of other ranks expect.
 
     >>> import torch
     >>> w, every = TensorSpec((2,), torch.int8), Choice.of("{_...}")
     >>> match_state({"a": torch.ones(2)}, {"a": w, "b": w}, allow_missing=every, allow_unexpected=every).missing
     ('b',)
     """
+    if owners is None:
+        owners = {alias: group[0] for group in ties(state) for alias in group[1:]}
+    tensors = {name: spec for name, spec in wanted.items() if isinstance(spec, TensorSpec)}
+    groups = {name: group for group in ties(tensors) for name in group}
     problems: list[Problem] = []
-    groups = {name: group for group in ties(wanted) for name in group}
     loads: dict[str, str] = {}
     missing: list[str] = []
-    untied: list[str] = []
+    untied: list[tuple[str, str]] = []
     for name, spec in wanted.items():
         group = groups.get(name, (name,))
         if name != group[0]:
@@ -111,14 +123,15 @@ def match_state(
             missing += group
             continue
         loads[name] = found[0]
-        first = tie_key(state[found[0]])
-        untied += [other for other in found[1:] if tie_key(state[other]) != first]
+        first = owners.get(found[0], found[0])
+        untied += [(other, found[0]) for other in found[1:] if owners.get(other, other) != first]
         for other in found:
             problems += _differences(other, state[other], spec, dtype)
-    unexpected = [name for name in state if name not in wanted]
+    unexpected = [name for name in state if name not in wanted and name not in elsewhere]
     problems += _absent(missing, unexpected, wanted, allow_missing)
     problems += _surplus(unexpected, state, missing, allow_unexpected)
-    return Match(loads, tuple(missing), tuple(unexpected), tuple(untied), tuple(problems))
+    loaded = [name for name in wanted if groups.get(name, (name,))[0] in loads]
+    return Match(loads, tuple(loaded), tuple(missing), tuple(unexpected), tuple(untied), tuple(problems))
 
 
 def _differences(name: str, leaf: Any, want: Any, dtype: DtypeRule) -> Iterable[Problem]:
@@ -140,27 +153,28 @@ def _differences(name: str, leaf: Any, want: Any, dtype: DtypeRule) -> Iterable[
         )
 
 
-def _excused(names: list[str], scope: Mapping[str, Any], allowed: Choice) -> set[str]:
+def excused(names: Collection[str], scope: Mapping[str, Any], allowed: Choice) -> set[str]:
+    """Choose the names that are allowed; patterns that match none of them are no fault.
+
+    >>> sorted(excused(["a", "b"], {"a": 1, "b": 2}, Choice.of("a", "z")))
+    ['a']
+    """
     if not names or not (allowed.patterns or allowed.predicates):
         return set()
     return set(allowed.pick(Scope({name: scope[name] for name in names}))[0])
 
 
-def _absent(
-    missing: list[str], unexpected: list[str], wanted: Mapping[str, Any], allowed: Choice
-) -> Iterable[Problem]:
-    excused = _excused(missing, wanted, allowed)
-    if left := [name for name in missing if name not in excused]:
+def _absent(missing: list[str], unexpected: list[str], wanted: Mapping[str, Any], allowed: Choice) -> Iterable[Problem]:
+    fine = excused(missing, wanted, allowed)
+    if left := [name for name in missing if name not in fine]:
         hint = _hint(left[0], unexpected)
         text = f"missing in the state: {listing(left)}{hint}. Give allow_missing=... for what may be missing."
         yield Problem("missing", text, tuple(left))
 
 
-def _surplus(
-    unexpected: list[str], state: Mapping[str, Any], missing: list[str], allowed: Choice
-) -> Iterable[Problem]:
-    excused = _excused(unexpected, state, allowed)
-    if left := [name for name in unexpected if name not in excused]:
+def _surplus(unexpected: list[str], state: Mapping[str, Any], missing: list[str], allowed: Choice) -> Iterable[Problem]:
+    fine = excused(unexpected, state, allowed)
+    if left := [name for name in unexpected if name not in fine]:
         hint = _hint(left[0], missing)
         text = f"not expected by the model: {listing(left)}{hint}. drop() them, or give allow_unexpected=... ."
         yield Problem("unexpected", text, tuple(left))

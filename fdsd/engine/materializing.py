@@ -10,8 +10,10 @@ from attrs import evolve
 
 from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Lazy
-from fdsd.data.errors import SpecMismatch, Unsupported, listing
+from fdsd.comms.alone import world_for
+from fdsd.data.errors import RankDisagreement, SpecMismatch, Unsupported, listing
 from fdsd.data.optim import OptimState
+from fdsd.data.protocols import World
 from fdsd.data.sizes import parse_size
 from fdsd.data.spec import TensorSpec, is_exact
 from fdsd.data.statedict import StateDict
@@ -19,6 +21,7 @@ from fdsd.data.ties import tie_key
 from fdsd.data.train import TrainState
 from fdsd.data.values import is_mapping
 from fdsd.engine.gathering import gather_leaves, gather_optim
+from fdsd.engine.unions import everyone, together
 from fdsd.layout.sharded import Sharded
 
 __all__ = ["materialize"]
@@ -66,30 +69,42 @@ def materialize(
     >>> materialize(defer({"w": torch.ones(2)}))["w"]
     tensor([1., 1.])
     """
-    limit = None if budget is None else parse_size(budget, "budget")
-    if isinstance(state, TrainState):
-        how: dict[str, Any] = {"group": group, "device": device, "budget": budget}
-        optim = None if state.optim is None else materialize(state.optim, **how)
-        return evolve(state, model=materialize(state.model, **how), optim=optim)
-    if not (isinstance(state, OptimState) or is_mapping(state)):
-        raise Unsupported(f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}.")
     if group is not None:
-        return _materialize_over(state, group, device, limit)
+        return _materialize_over(state, world_for(group), device, budget)
+    limit = _check(state, budget)
+    if isinstance(state, TrainState):
+        optim = None if state.optim is None else materialize(state.optim, device=device, budget=budget)
+        return evolve(state, model=_materialize(state.model, device, limit), optim=optim)
     if isinstance(state, OptimState):
         slots = {slot: _materialize(column, device, limit) for slot, column in state.slots.items()}
         return state.replace(slots=slots)
     return _materialize(state, device, limit)
 
 
-def _materialize_over(state: Any, group: Any, device: torch.device | str | None, budget: int | None) -> Any:
-    """Bring a state together over a group; collective."""
-    from fdsd.comms.world import world_of
+def _check(state: Any, budget: int | str | None) -> int | None:
+    if not (isinstance(state, OptimState | TrainState) or is_mapping(state)):
+        raise Unsupported(f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}.")
+    return None if budget is None else parse_size(budget, "budget")
 
-    how: dict[str, Any] = {"device": device, "budget": budget, "keep": True}
+
+def _materialize_over(state: Any, world: World, device: torch.device | str | None, budget: int | str | None) -> Any:
+    """Bring a state together over a group; collective."""
+    limit = together(world, "materialize", lambda: _check(state, budget))
+    optim = state.optim if isinstance(state, TrainState) else state if isinstance(state, OptimState) else None
+    kind = next((kind.__name__ for kind in (TrainState, OptimState) if isinstance(state, kind)), "mapping")
+    told = everyone(world, (kind, optim is not None), "materialize")
+    if len({kind for kind, _ in told}) > 1:
+        shown = ", ".join([f"rank {rank}: a {kind}" for rank, (kind, _) in zip(world.ranks, told, strict=True)][:10])
+        raise RankDisagreement(f"materialize: the ranks give states of different kinds ({shown}). Give one kind.")
+    how: dict[str, Any] = {"device": device, "budget": limit, "keep": True}
+    if any(has_optim for _, has_optim in told):
+        optim = gather_optim(OptimState() if optim is None else optim, world, **how)
     if isinstance(state, OptimState):
-        return gather_optim(state, world_of(group), **how)
-    made = gather_leaves(state, world_of(group), **how)
-    return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()))
+        return optim
+    model = state.model if isinstance(state, TrainState) else state
+    made = gather_leaves(model, world, **how)
+    whole = StateDict.trusted(made, getattr(model, "_metadata", None), getattr(model, "_history", ()))
+    return evolve(state, model=whole, optim=optim) if isinstance(state, TrainState) else whole
 
 
 def _materialize(state: Mapping[str, Any], device: torch.device | str | None, budget: int | None) -> StateDict[Any]:

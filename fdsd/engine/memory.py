@@ -59,6 +59,7 @@ class Memory:
     device: torch.device
     _results: dict[int, torch.Tensor] = field(factory=dict[int, torch.Tensor], init=False)
     _staging: dict[int, dict[int, torch.Tensor]] = field(factory=dict[int, dict[int, torch.Tensor]], init=False)
+    _short: tuple[list[torch.Tensor], list[torch.Tensor]] = field(factory=lambda: ([], []), init=False)
     _sources: dict[tuple[int, int], torch.Tensor | None] = field(
         factory=dict[tuple[int, int], "torch.Tensor | None"], init=False
     )
@@ -145,8 +146,10 @@ class Memory:
             return None
         result = self._result(i)
         if not tensor.is_settled:
+            may_wait = not (recipe.again or recipe.steps)
             for part in tensor.views.keeps:
-                self.read(i, part, self.target(i, part))
+                if not (may_wait and part.is_short and part.is_plain and self._defer(i, part)):
+                    self.read(i, part, self.target(i, part))
         for source, out in recipe.again:
             copy_elements(self._at(i, source), self._at(i, out))
         if recipe.steps:
@@ -155,9 +158,23 @@ class Memory:
         request = tensor.request
         return result if request is None or request.out is None else request.out
 
+    def _defer(self, i: int, part: Part) -> bool:
+        """Have a part copied together with others when the round ends; tell whether this can be done."""
+        view = self.source(i, part)
+        if view is not None:
+            self._short[0].append(self.target(i, part))
+            self._short[1].append(view)
+        return view is not None
+
+    def settle(self) -> None:
+        """Do what was left for the end of the round; only then all results are complete."""
+        outs, views = self._short
+        if outs:
+            torch._foreach_copy_(outs, views)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
     def forget(self) -> None:
         """Let go of what a round needed; what has failed may have left something."""
-        for some in (self._results, self._staging, self._sources):
+        for some in (self._results, self._staging, self._sources, *self._short):
             some.clear()
 
     def _run(self, i: int) -> None:

@@ -91,19 +91,27 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
     """
     if not any(request.out is not None for request in requests.values()):
         return Kept()
-    settled = frozenset([name for name, request in requests.items() if _is_settled(request, rank)])
-    written = {
-        storage_id(request.out)
-        for name, request in requests.items()
-        if request.out is not None and request.out.numel() and name not in settled
-    }
+    settled: set[str] = set()
+    written: set[int] = set()
+    roots: list[Lazy] = []
+    for name, request in requests.items():
+        node, out = request.node, request.out
+        if _is_settled(request, rank):
+            settled.add(name)
+            continue
+        if node is not None:
+            roots.append(node)
+        if out is not None and out.numel():
+            written.add(storage_id(out))
     copies: dict[Place, torch.Tensor] = {}
-    roots = [request.node for name, request in requests.items() if request.node is not None and name not in settled]
     for origin in _origins(roots):
-        memory = None if _place(origin) in copies else memory_of(origin)
-        if memory is not None and not memory.is_meta and storage_id(memory) in written:
-            copies[_place(origin)] = movable(memory).clone().view(memory.dtype)
-    return Kept(copies, settled)
+        memory = memory_of(origin)
+        if memory is None or storage_id(memory) not in written or memory.is_meta:
+            continue
+        place = _place(origin)
+        if place not in copies:
+            copies[place] = movable(memory).clone().view(memory.dtype)
+    return Kept(copies, frozenset(settled))
 
 
 def _origins(roots: Iterable[Lazy]) -> Iterator[Origin]:
@@ -123,7 +131,7 @@ def _is_settled(request: Request, rank: int) -> bool:
     if request.node is None or request.out is None or not isinstance(request.node.op, Origin):
         return False
     memory, out = memory_of(request.node.op), request.out
-    if memory is None or storage_id(memory) != storage_id(out):
+    if memory is None or memory.data_ptr() != out.data_ptr() or storage_id(memory) != storage_id(out):
         return False
     if (memory.dtype, memory.shape, memory.storage_offset()) != (out.dtype, out.shape, out.storage_offset()):
         return False

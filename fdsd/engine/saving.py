@@ -19,16 +19,16 @@ from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.protocols import World
 from fdsd.data.sizes import parse_size
 from fdsd.data.spec import TensorSpec, spec_of
+from fdsd.data.statedict import StateDict
 from fdsd.data.ties import ties
 from fdsd.engine.assets import Assets
-from fdsd.engine.gathering import gather_leaves
+from fdsd.engine.gathering import gather_leaves, one_rank
 from fdsd.engine.group_saving import save_over, writer_of
 from fdsd.engine.materializing import materialize
 from fdsd.engine.progress import Progress
 from fdsd.engine.provenance import provenance
 from fdsd.engine.streaming import Stream
-from fdsd.engine.streams import one_rank
-from fdsd.engine.unions import together
+from fdsd.engine.unions import everyone, together
 from fdsd.layout.sharded import whole_leaves
 from fdsd.storage.files import local_path
 from fdsd.storage.formats import of_target
@@ -83,20 +83,25 @@ def save(
       'w': <Lazy float32[2]>,
     })
     """
-    if not isinstance(state, Mapping):
-        raise Unsupported(f"save: it writes a mapping of names to tensors, not {type(state).__name__}.")
-    target = local_path(path)
-    kind, is_file = of_target(target, format)
-    limit = parse_size(budget, "budget")
-    most = parse_size(max_shard_size, "max_shard_size", least=1)
-    how = _How(target, is_file, most, overwrite, limit)
+    world = world_for(group)
+
+    def asked() -> _How:
+        given: Any = state
+        if not isinstance(given, Mapping):
+            raise Unsupported(f"save: it writes a mapping of names to tensors, not {type(given).__name__}.")
+        target = local_path(path)
+        kind, is_file = of_target(target, format)
+        most, limit = parse_size(max_shard_size, "max_shard_size", least=1), parse_size(budget, "budget")
+        return _How(target, kind, is_file, most, assets, config, overwrite, limit)
+
+    how = together(world, "save", asked)
     if group is not None:
-        _save_over(state, how, kind, assets, config, world_for(group))
+        _save_over(state, how, world)
         return
-    with Assets.gather(assets, config, None if is_file else target, overwrite=overwrite) as extras:
-        if kind == "torch":
+    with how.gather_assets() as extras:
+        if how.kind == "torch":
             _refuse_hollow(state)
-            save_torch(target, materialize(whole_leaves(state), budget=limit).to_dict(), overwrite=overwrite)
+            save_torch(how.path, materialize(whole_leaves(state), budget=how.budget).to_dict(), overwrite=overwrite)
         else:
             _save_safetensors(state, how, extras)
 
@@ -106,10 +111,18 @@ class _How:
     """What ``save`` was told about the destination."""
 
     path: Path
+    kind: str
     is_file: bool
     max_shard_size: int
+    assets: Any
+    config: Any
     overwrite: bool
     budget: int
+
+    def gather_assets(self) -> Assets:
+        """Put aside what goes beside the weights."""
+        folder = None if self.is_file else self.path
+        return Assets.gather(self.assets, self.config, folder, overwrite=self.overwrite)
 
     def begin(self, specs: Mapping[str, TensorSpec], **given: Any) -> SafetensorsSink:
         """Begin to write safetensors files."""
@@ -139,33 +152,33 @@ def _owners(lazy: Mapping[str, Lazy]) -> dict[str, str]:
     return {alias: group[0] for group in ties(lazy) for alias in group[1:]}
 
 
-def _save_over(state: Mapping[str, Any], how: _How, kind: str, assets: Any, config: Any, world: World) -> None:
+def _save_over(state: Mapping[str, Any], how: _How, world: World) -> None:
     """Save what lies over ranks: collective, one rank writes."""
     writer = writer_of(state, world)
-    folder = None if how.is_file else how.path
-    extras = together(
-        world,
-        "save",
-        lambda: Assets.gather(assets, config, folder, overwrite=how.overwrite) if world.rank == writer else None,
-    )
+    is_writer = world.rank == writer
+    extras = together(world, "save", lambda: how.gather_assets() if is_writer else None)
     with extras or nullcontext():
-        if kind == "torch":
-            whole = gather_leaves(state, world, target=one_rank(writer, "save"), budget=how.budget, verb="save")
-            together(
-                world,
-                "save",
-                lambda: save_torch(how.path, whole, overwrite=how.overwrite) if world.rank == writer else None,
-            )
+        if how.kind == "torch":
+            whole = _gathered(state, how, writer, world)
+            together(world, "save", lambda: save_torch(how.path, whole, overwrite=how.overwrite) if is_writer else None)
             return
-        specs, lazy = together(world, "save", lambda: _storable(state))
-        owners = _owners(lazy)
-        nodes = {name: lazy[name] for name in specs if name not in owners}
+        nodes = together(world, "save", lambda: _storable(state)[1])
 
-        def begin(every: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> SafetensorsSink:
-            return how.begin(every, metadata=provenance(state, nodes.values(), []), aliases=aliases)
+        def begin(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> SafetensorsSink:
+            return how.begin(specs, metadata=provenance(state, nodes.values(), []), aliases=aliases)
 
         place = (lambda: None) if extras is None else extras.place
-        save_over(world, writer, specs, nodes, owners, begin, budget=how.budget, finish=place)
+        save_over(world, writer, nodes, begin, budget=how.budget, finish=place)
+
+
+def _gathered(state: Mapping[str, Any], how: _How, writer: int, world: World) -> dict[str, Any]:
+    """Bring everything to the writer, with the versions of the modules of all ranks."""
+    leaves = together(world, "save", lambda: whole_leaves(state))
+    made = gather_leaves(leaves, world, target=one_rank(writer, "save"), budget=how.budget, verb="save")
+    metadata: dict[str, Any] = {}
+    for some in everyone(world, dict(getattr(state, "_metadata", None) or {}), "save: the versions of modules"):
+        metadata = {**some, **metadata}
+    return StateDict.trusted(made, metadata or None).to_dict()
 
 
 def _storable(state: Mapping[str, Any]) -> tuple[dict[str, TensorSpec], Mapping[str, Lazy]]:

@@ -11,10 +11,9 @@ from fdsd.comms.alone import world_for
 from fdsd.data.errors import Unsupported
 from fdsd.data.sizes import parse_size
 from fdsd.data.values import is_mapping
-from fdsd.engine.gathering import Gathering, plan_gathering
-from fdsd.layout.layout import Layout
-from fdsd.layout.mesh import Mesh
-from fdsd.layout.placement import Replicate
+from fdsd.engine.flows import Flow
+from fdsd.engine.gathering import one_rank, plan_gathering
+from fdsd.engine.unions import together
 
 __all__ = ["stream"]
 
@@ -26,11 +25,12 @@ def stream(
     group: Any = None,
     device: torch.device | str | None = None,
     budget: int | str = "256MB",
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Flow:
     """Go through the tensors of a state, gathering each when its turn comes, within a budget.
 
-    Every rank of the group goes through it. Closing the iterator early on one rank ends it on all, soon. With an
-    unchanged structure, it is planned once, however often it is streamed.
+    Every rank of the group goes through it. Closing the iterator early on one rank ends it on all, soon: by
+    ``close()``, by leaving a ``with`` statement, or by letting go of it, as a loop does. Plans are remembered by
+    structure, so that with an unchanged one it is planned once, however often it is streamed.
 
     Args:
         state: Names to leaves: tensors, DTensors, lazy tensors of any kind. A ``Sharded`` leaf comes as this rank's
@@ -40,11 +40,12 @@ def stream(
         device: Where the tensors are made; the CPU by default.
         budget: Bytes of tensors and messages that may be under way at once.
 
-    Yields:
-        A name and its tensor, which is the caller's to keep.
+    Returns:
+        An iterator over each name and its tensor, which is the caller's to keep. It is planned at its first step.
 
     Raises:
-        RankDisagreement: Ranks differ in what they have, or one of them failed; on all ranks.
+        RankDisagreement: Ranks differ in what they have; on all ranks.
+        FdsdError: One of them failed; on all ranks.
 
     Law: ``dict(stream(x))`` equals ``materialize(x)``.
 
@@ -52,29 +53,19 @@ def stream(
     >>> dict(stream(defer({"w": torch.ones(2)})))
     {'w': tensor([1., 1.])}
     """
-    if not is_mapping(state):
-        raise Unsupported(f"stream: it takes a mapping of names to leaves, not {type(state).__name__}.")
-    target = None if to == "all" else one_rank(to, "stream")
-    limit = parse_size(budget, "budget")
-    return _items(plan_gathering, dict(state), world_for(group), target, device, limit)
+    world = world_for(group)
 
+    def asked() -> tuple[dict[str, Any], dict[str, Any]]:
+        given: Any = state
+        if not is_mapping(given):
+            raise Unsupported(f"stream: it takes a mapping of names to leaves, not {type(given).__name__}.")
+        target = None if to == "all" else one_rank(to, "stream")
+        return dict(given), {"target": target, "device": device, "budget": parse_size(budget, "budget")}
 
-def _items(
-    plan: Any, state: dict[str, Any], world: Any, target: Layout | None, device: Any, limit: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    gathering: Gathering = plan(state, world, target=target, device=device, budget=limit, verb="stream")
-    yield from gathering.run()
+    def begin() -> Iterator[tuple[str, torch.Tensor]]:
+        leaves, how = together(world, "stream", asked)
+        return plan_gathering(leaves, world, verb="stream", **how).run()
 
-
-def one_rank(to: Any, verb: str) -> Layout:
-    """Give the layout of a whole tensor on one rank.
-
-    Raises:
-        Unsupported: ``to`` is no rank.
-
-    >>> one_rank(3, "gather").mesh.ranks
-    (3,)
-    """
-    if not isinstance(to, int) or isinstance(to, bool) or to < 0:
-        raise Unsupported(f'{verb}: to is "all" or the number of a rank, not {to!r}.')
-    return Layout(Mesh({"rank": 1}, [to]), [Replicate()])
+    if len(world.ranks) == 1:
+        asked()  # its errors need not wait for the first step
+    return Flow(begin)

@@ -1,4 +1,4 @@
-"""What the ranks of a group know together: tables that may differ by rank, joined; and errors, told to all.
+"""What the ranks of a group know together: statements, tables that may differ by rank, and errors, told to all.
 
 Collective. Tensors do not travel here.
 """
@@ -10,25 +10,29 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fdsd.data.errors import RankDisagreement, Unsupported, listing
+from fdsd.data.errors import RankDisagreement, Unsupported
 from fdsd.data.protocols import World
 from fdsd.engine.failures import failure_of, raise_if_failed
 
-__all__ = ["agree_on", "together", "union_of"]
+__all__ = ["agree_on", "agreed_order", "everyone", "share_objects", "together", "union_of"]
 
 V = TypeVar("V")
 
 
 def agree_on(world: World, error: BaseException | None, what: str) -> None:
-    """Raise the same error on all ranks if something went wrong on one of them.
+    """Raise the same error on all ranks if something went wrong on one of them; alone, raise the error itself.
 
     Args:
         world: The ranks.
         error: What went wrong here.
         what: What was tried.
     """
-    told = world.agree(None if error is None else failure_of(error, what))
-    raise_if_failed(told, world.ranks, error)
+    if len(world.ranks) > 1:
+        about = "" if error is None or str(error).startswith(f"{what}:") else what
+        told = world.agree(None if error is None else failure_of(error, about))
+        raise_if_failed(told, world.ranks, error)
+    elif error is not None:
+        raise error
 
 
 def together(world: World, what: str, action: Callable[[], V]) -> V:
@@ -53,6 +57,35 @@ def together(world: World, what: str, action: Callable[[], V]) -> V:
     return made[0]
 
 
+def everyone(world: World, statement: V, what: str) -> list[V]:
+    """Give what each rank states, in the order of ranks; equal statements do not travel.
+
+    Args:
+        world: The ranks.
+        statement: Plain values that can be pickled.
+        what: What they are, for errors.
+
+    Raises:
+        Unsupported: A statement cannot be sent; on all ranks.
+
+    >>> from fdsd.comms.alone import Alone
+    >>> everyone(Alone(), "so be it", "wishes")
+    ['so be it']
+    """
+    if len(world.ranks) == 1:
+        return [statement]
+    digest, error = b"", None
+    try:
+        digest = hashlib.sha256(pickle.dumps(statement)).digest()
+    except Exception as found:  # whatever a user's class raises
+        error = Unsupported(f"{what}: some values cannot be sent to other ranks: {found}.")
+    told = world.agree((digest, None if error is None else failure_of(error)))
+    raise_if_failed([failure for _, failure in told], world.ranks, error)
+    if len({one for one, _ in told}) == 1:
+        return [statement] * len(world.ranks)
+    return world.agree(statement)
+
+
 def union_of(world: World, table: Mapping[str, V], what: str) -> dict[str, V]:
     """Join the tables of all ranks, which must not contradict each other; equal ones do not travel.
 
@@ -72,24 +105,56 @@ def union_of(world: World, table: Mapping[str, V], what: str) -> dict[str, V]:
     >>> union_of(Alone(), {"a": 1}, "numbers")
     {'a': 1}
     """
-    packed, error = b"", None
-    try:
-        packed = pickle.dumps(dict(table))
-    except Exception as found:  # whatever a user's class raises
-        error = Unsupported(f"{what}: some values cannot be sent to other ranks: {found}.")
-    agree_on(world, error, what)
-    digest = hashlib.sha256(packed).digest()
-    if len(set(world.agree(digest))) == 1:
-        return dict(table)
     made: dict[str, V] = {}
     origin: dict[str, int] = {}
     clashes: list[str] = []
-    for rank, given in zip(world.ranks, world.agree(dict(table)), strict=True):
+    for rank, given in zip(world.ranks, everyone(world, dict(table), what), strict=True):
         for name, value in given.items():
             if name not in made:
                 made[name], origin[name] = value, rank
             elif made[name] != value:
                 clashes.append(f"{name!r} is {made[name]} on rank {origin[name]} and {value} on rank {rank}")
     if clashes:
-        raise RankDisagreement(f"The ranks disagree on {what}: {listing(clashes)}.")
+        shown = "; ".join(sorted(clashes)[:10])
+        rest = f"; and {len(clashes) - 10} more" if len(clashes) > 10 else ""
+        raise RankDisagreement(f"The ranks disagree on {what}: {shown}{rest}.")
     return made
+
+
+def share_objects(world: World, mine: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Give the objects of all ranks: each rank keeps its own, and gets those that only others have.
+
+    Args:
+        world: The ranks.
+        mine: This rank's objects by name, of any class that can be pickled.
+        what: What they are, for errors.
+
+    Raises:
+        Unsupported: An object that others lack cannot be sent; on all ranks.
+
+    >>> from fdsd.comms.alone import Alone
+    >>> share_objects(Alone(), {"rng": {1, 2}}, "objects")
+    {'rng': {1, 2}}
+    """
+    told = everyone(world, list(mine), what)
+    senders: dict[str, int] = {}
+    for rank, names in zip(world.ranks, told, strict=True):
+        for name in names:
+            senders.setdefault(name, rank)
+    everywhere = set(senders).intersection(*told)
+    lacking = [name for name in senders if name not in everywhere]
+    if not lacking:
+        return dict(mine)
+    sent: dict[str, Any] = {}
+    for given in world.agree({name: mine[name] for name in lacking if senders[name] == world.rank}):
+        sent.update(given)
+    return {name: mine[name] if name in mine else sent[name] for name in senders}
+
+
+def agreed_order(told: list[list[str]]) -> list[str]:
+    """Give the names of all ranks: those of the first in its order, then those that only later ones have.
+
+    >>> agreed_order([["b", "a"], ["a", "c"]])
+    ['b', 'a', 'c']
+    """
+    return list(dict.fromkeys([name for names in told for name in names]))

@@ -26,7 +26,18 @@ ALL = -1
 _Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a view, relative to a tensor."""
 
+_Found = tuple[tuple[int, ...], "_Strided | None"]
+"""The strides of a tensor, and a view of it; ``None`` for all of it."""
+
+_SHORT = 1 << 14
+"""Parts of fewer elements are copied many at once."""
+
 _PLAIN: dict[torch.dtype, bool] = {}
+
+
+def _found(memory: torch.Tensor, view: _Strided) -> _Found:
+    is_all = view == (memory.shape, memory.stride(), 0)
+    return memory.stride(), None if is_all else view
 
 
 def _is_plain(dtype: torch.dtype) -> bool:
@@ -47,14 +58,15 @@ class Part:
         shape: Its shape on the way.
         strides: Its strides on the way.
         is_plain: Whether every kernel that moves elements knows the dtypes on both of its sides.
+        is_short: Whether it had better be copied together with others.
     """
 
     __slots__ = (
-        "_held",
         "_source",
         "_target",
         "_views",
         "is_plain",
+        "is_short",
         "origin",
         "region",
         "shape",
@@ -73,26 +85,27 @@ class Part:
         self.shape = region.shape
         self.strides = row_major(region.shape)
         self.is_plain = _is_plain(spot.dtype) and _is_plain(wiring.expression.origins[self.origin].dtype)
-        self._source: tuple[tuple[int, ...], _Strided] | None = None  # for memory of these strides
-        self._target: tuple[tuple[int, ...], _Strided] | None = None
+        self.is_short = region.numel < _SHORT
+        self._source: _Found | None = None
+        self._target: _Found | None = None
 
     def source(self, memory: torch.Tensor) -> torch.Tensor:
         """View it in the memory of its source tensor."""
         strides = memory.stride()
         found = self._source
         if found is None or found[0] != strides:
-            found = self._source = strides, self._views.find(self.origin, self.region, strides)
-        shape, steps, offset = found[1]
-        return memory.as_strided(shape, steps, offset + memory.storage_offset())
+            found = self._source = _found(memory, self._views.find(self.origin, self.region, strides))
+        at = found[1]
+        return memory if at is None else memory.as_strided(at[0], at[1], at[2] + memory.storage_offset())
 
     def target(self, memory: torch.Tensor) -> torch.Tensor:
         """View where it goes, in the memory of the result, or of the buffer that it goes to."""
         strides = memory.stride()
         found = self._target
         if found is None or found[0] != strides:
-            found = self._target = strides, self._views.place(self.spot, strides)
-        shape, steps, offset = found[1]
-        return memory.as_strided(shape, steps, offset + memory.storage_offset())
+            found = self._target = _found(memory, self._views.place(self.spot, strides))
+        at = found[1]
+        return memory if at is None else memory.as_strided(at[0], at[1], at[2] + memory.storage_offset())
 
 
 class Views:

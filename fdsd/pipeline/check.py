@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from attrs import frozen
 
+from fdsd.algebra.apply import opaque_specs
 from fdsd.data.errors import FdsdError, Unsupported, listing, plural
 from fdsd.data.model import ModelSpec
 from fdsd.data.naming import nearest
@@ -87,10 +88,17 @@ def abstract(source: Any) -> Any:
     if isinstance(source, ModelSpec):
         return source.specs()
     if not isinstance(source, TrainState | OptimState):
-        return specs(require_mapping(source, "a pipeline"))
+        return _hollow(require_mapping(source, "a pipeline"))
     if isinstance(source, TrainState):
-        return TrainState(specs(source.model), None if source.optim is None else abstract(source.optim), source.extra)
-    return source.replace(slots={slot: specs(column) for slot, column in source.slots.items()})
+        return TrainState(_hollow(source.model), None if source.optim is None else abstract(source.optim), source.extra)
+    return source.replace(slots={slot: _hollow(column) for slot, column in source.slots.items()})
+
+
+def _hollow(state: Mapping[str, Any]) -> StateDict[Any]:
+    """Give specs that are refused where the tensors would be."""
+    made = specs(state)
+    odd = opaque_specs(state)
+    return made.replace(odd) if odd else made
 
 
 def check(steps: Iterable[Step], source: Any, expect: Mapping[str, Any] | ModelSpec | None) -> Report:

@@ -1,8 +1,8 @@
 """Files that are written aside: a hidden file beside the destination, renamed over it when it is whole.
 
 A draft is reserved on the disk at once, so that a full disk is an error before the work and not after it. Its
-name is ``.fdsd-<random>.tmp``; after a crash of the machine or a ``kill -9`` such a file may stay behind, and
-can be deleted. Nothing here knows what a file holds.
+name is ``.fdsd-<tag>-<random>.tmp``; after a crash of the machine or a ``kill -9`` such a file may stay behind:
+the next save to the same destination, which has the same tag, removes it. Nothing here knows what a file holds.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class Draft:
         size: How many bytes the file will have.
         files: Where descriptors of drafts are kept.
         durable: Whether ``finish`` waits until the bytes are on the disk.
+        tag: What tells by the hidden name for which destination it is made; see ``DestinationLock``.
 
     Permissions are those of a file that ``open`` makes; a destination that exists hands on its own.
 
@@ -139,9 +140,9 @@ class Draft:
         DiskError: The disk is full, or the folder cannot be written.
     """
 
-    def __init__(self, path: Path, size: int, files: OpenFiles, *, durable: bool = True) -> None:
+    def __init__(self, path: Path, size: int, files: OpenFiles, *, durable: bool = True, tag: str = "") -> None:
         self.path = path
-        self.temporary = path.parent / hidden_name()
+        self.temporary = path.parent / hidden_name(kind=f"{tag}-" if tag else "")
         self.size = size
         self._files = files
         self._durable = durable

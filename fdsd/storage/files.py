@@ -29,6 +29,7 @@ __all__ = [
     "local_path",
     "read_exactly",
     "refuse",
+    "refuse_pointer",
     "write_exactly",
 ]
 
@@ -38,6 +39,9 @@ _BUFFER = 1 << 20
 """The buffer of a copy that the kernel does not do; a larger one would not stay in a cache."""
 PAGE = 4096
 """Bytes that the kernel copies in one piece, where they keep their place within it."""
+_POINTER = b"version https://git-lfs"
+_LONGEST_POINTER = 1024
+"""What the specification of Git LFS allows."""
 _NO_KERNEL_COPY = frozenset(
     [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EBADF]
 )
@@ -256,6 +260,25 @@ def read_exactly(fd: int, memory: memoryview, offset: int, path: str) -> None:
                 f"{path} is truncated: bytes {offset} to {offset + total} were asked, and it ends at {offset + done}."
             )
         done += count
+
+
+def refuse_pointer(path: str | os.PathLike[str]) -> None:
+    """Raise if a file is what Git LFS leaves in the place of one that it has not fetched yet.
+
+    Raises:
+        BadFile: It is.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_LONGEST_POINTER)
+    except OSError:
+        return  # whoever reads it says why it cannot be read
+    if head.startswith(_POINTER):
+        size = next((line[5:].decode("ascii", "replace") for line in head.splitlines() if line[:5] == b"size "), "")
+        raise BadFile(
+            f"{os.fspath(path)} is a Git LFS pointer: the file itself{f', {size} bytes,' if size else ''} was not "
+            "fetched. Run `git lfs pull` in its repository, or download the file."
+        )
 
 
 def write_exactly(fd: int, memory: memoryview, offset: int, path: str | os.PathLike[str]) -> None:

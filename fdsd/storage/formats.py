@@ -15,7 +15,7 @@ from attrs import frozen
 
 from fdsd.data.errors import BadFile, MissingFile, Unsupported, listing
 from fdsd.data.protocols import Source
-from fdsd.storage.files import FileStamp, local_path, refuse
+from fdsd.storage.files import FileStamp, local_path, refuse, refuse_pointer
 from fdsd.storage.hf_folder import INDEX_SUFFIX, names_in
 from fdsd.storage.safetensors_source import SafetensorsSource
 from fdsd.storage.torch_file import TorchFileSource
@@ -94,6 +94,7 @@ def detect(path: str | os.PathLike[str], format: str | None = None) -> str:
     found = _of_folder(path) if os.path.isdir(path) else _of_content(path) if os.path.isfile(path) else None
     found = found or _of_name(path)
     if found is None:
+        refuse_pointer(path)
         raise Unsupported(f"{path} has no format that is known: {_known()}. Give format= if you know it.")
     return found
 

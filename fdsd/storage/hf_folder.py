@@ -16,7 +16,7 @@ from attrs import frozen
 
 from fdsd.data.errors import BadFile, MissingFile, UnsafeFile, listing, plural
 from fdsd.data.strict_json import as_object, parse_object
-from fdsd.storage.files import FileStamp, read_exactly, refuse
+from fdsd.storage.files import FileStamp, read_exactly, refuse, refuse_pointer
 from fdsd.storage.safetensors_header import Header
 from fdsd.storage.shards import INDEX_NAME, SINGLE_NAME
 
@@ -117,6 +117,7 @@ def _read_text(path: Path) -> bytes:
     stamp = FileStamp.of(path)
     if stamp.size > _MAX_INDEX:
         raise BadFile(f"{path} has {stamp.size} bytes, which is no index.")
+    refuse_pointer(path)
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:

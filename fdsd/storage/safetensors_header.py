@@ -24,7 +24,7 @@ from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import BadFile, SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec, dtype_name
 from fdsd.data.strict_json import as_list, as_object, is_text, parse_object
-from fdsd.storage.files import PAGE, FileStamp, read_exactly, refuse
+from fdsd.storage.files import PAGE, FileStamp, read_exactly, refuse, refuse_pointer
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "build_header", "check_storable", "parse_header", "read_header"]
 
@@ -97,6 +97,7 @@ def read_header(path: str) -> tuple[Header, FileStamp]:
         read_exactly(fd, memoryview(prefix), 0, path)
         (length,) = struct.unpack("<Q", prefix)
         if length > MAX_HEADER or length > stamp.size - 8:
+            refuse_pointer(path)
             raise BadFile(
                 f"{path} is no safetensors file, or truncated: it claims a header of {length} bytes; "
                 f"the file has {stamp.size}, and a header at most {MAX_HEADER}."

@@ -1,7 +1,6 @@
 """Safetensors files as a sink: one file, or a folder of files with an index.
 
-All files are made under hidden names at once, filled in any order, and put in place together. Nothing here
-reads tensors or decides what is written.
+All files are made under hidden names at once, filled in any order, put in place together. Nothing is read here.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from fdsd.storage.drafts import Draft, make_folder, remove_folders
 from fdsd.storage.files import Extent, OpenFiles, local_path
 from fdsd.storage.hf_folder import INDEX_SUFFIX, OLD, checkpoint_files, index_text, names_in
 from fdsd.storage.ledger import Ledger
+from fdsd.storage.locks import DestinationLock
 from fdsd.storage.placing import Placement
 from fdsd.storage.ranged import contiguous_runs, memory_of
 from fdsd.storage.safetensors_header import build_header, check_storable
@@ -70,6 +70,7 @@ class SafetensorsSink:
         self._ledger = Ledger()
         self._placement: Placement | None = None
         self._folders: list[Path] = []
+        self._lock: DestinationLock | None = None
         self._is_open = True
 
     @classmethod
@@ -97,7 +98,7 @@ class SafetensorsSink:
                 is replaced, which a power failure must not take away.
 
         Raises:
-            DestinationExists: The path exists, and ``overwrite`` is false; or it is a folder.
+            DestinationExists: The path exists, and ``overwrite`` is false; it is a folder; another save writes it.
             Unsupported: Dtypes that the format lacks; all tensors are named.
             DiskError: There is no room for the file.
         """
@@ -111,7 +112,8 @@ class SafetensorsSink:
         sink = cls(path, stored, ties, overwrite=overwrite, durable=durable)
 
         def begin() -> None:
-            sink._folders = make_folder(path.parent)
+            sink._claim(path.parent, path.name)
+            _refuse_existing(path, [path.name] if os.path.lexists(path) else [], overwrite)
             draft = sink._begin_file(path, stored, metadata or {}, origins or {})
             sink._placement = Placement(path.parent, [], draft, durable=durable)
 
@@ -145,15 +147,15 @@ class SafetensorsSink:
                 is replaced, which a power failure must not take away.
 
         Raises:
-            DestinationExists: The folder has safetensors files, and ``overwrite`` is false; or it is a file.
+            DestinationExists: The folder has safetensors files, and ``overwrite`` is false; it is a file; another
+                save writes into it.
             Unsupported: Dtypes that the format lacks; all tensors are named.
             DiskError: There is no room for the files.
         """
         path = local_path(path)
         if os.path.lexists(path) and not os.path.isdir(path):
             raise DestinationExists(f"{path} is a file, not a folder; name a file *.safetensors, or another folder.")
-        names = names_in(path) if os.path.isdir(path) else []
-        found = [name for name in names if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
+        found = _checkpoint_in(path)
         _refuse_existing(path, found, overwrite)
         _refuse_other_indexes(path, found)
         stored, ties = split_ties(specs, aliases or {})
@@ -162,10 +164,16 @@ class SafetensorsSink:
         sink = cls(path, stored, ties, overwrite=overwrite, durable=bool(found) if durable is None else durable)
 
         def begin() -> None:
-            sink._folders = make_folder(path)
+            sink._claim(path)
+            _refuse_existing(path, _checkpoint_in(path), overwrite)
             sink._begin_folder(shards, metadata or {}, origins or {})
 
         return sink._guarded(begin)
+
+    def _claim(self, folder: Path, name: str | None = None) -> None:
+        """Make the folder, and see to it that nobody else writes there."""
+        self._folders = make_folder(folder)
+        self._lock = DestinationLock(folder, name)
 
     def _guarded(self, begin: Callable[[], None]) -> SafetensorsSink:
         try:
@@ -208,7 +216,8 @@ class SafetensorsSink:
         return draft
 
     def _begin_draft(self, path: Path, head: bytes, size: int) -> Draft:
-        draft = Draft(path, size, self._files, durable=self._durable)
+        assert self._lock is not None
+        draft = Draft(path, size, self._files, durable=self._durable, tag=self._lock.tag)
         self._drafts.append(draft)
         draft.write(memoryview(head), 0)
         return draft
@@ -316,8 +325,7 @@ class SafetensorsSink:
         if not self._is_open:
             raise BadFile(f"{self.path} was committed or aborted already.")
         try:
-            lacking = [fqn for fqn, slot in self._slots.items() if self._ledger.lacks(fqn, slot.nbytes)]
-            if lacking:
+            if lacking := [fqn for fqn, slot in self._slots.items() if self._ledger.lacks(fqn, slot.nbytes)]:
                 raise BadFile(
                     f"{self.path}: {len(lacking)} of {plural(len(self._slots), 'tensor')} were not written "
                     f"wholly: {listing(lacking)}. Nothing was put in place."
@@ -337,8 +345,12 @@ class SafetensorsSink:
         self._is_open = False
         self._files.close()
         self._sources.close()
-        for draft in self._drafts:
-            draft.discard()
+        try:
+            for draft in self._drafts:
+                draft.discard()
+        finally:
+            if self._lock:
+                self._lock.release()
         remove_folders(self._folders)
 
     def __enter__(self) -> SafetensorsSink:
@@ -351,6 +363,12 @@ class SafetensorsSink:
             self.abort()
         elif self._is_open:
             self.commit()
+
+
+def _checkpoint_in(path: Path) -> list[str]:
+    """List the files of safetensors checkpoints in a folder."""
+    names = names_in(path) if os.path.isdir(path) else []
+    return [name for name in names if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
 
 
 def _refuse_existing(path: Path, found: Sequence[str], overwrite: bool) -> None:

@@ -26,7 +26,7 @@ from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import StateDict, specs
 from fdsd.data.ties import ties
 from fdsd.data.values import is_mapping
-from fdsd.storage.files import FileStamp, local_path, refuse
+from fdsd.storage.files import FileStamp, local_path, refuse, refuse_pointer
 
 __all__ = ["TorchFileSource", "load_torch"]
 
@@ -85,6 +85,7 @@ def _refuse_load(path: str, error: Exception, is_zip: bool) -> NoReturn:
         ) from error
     if isinstance(error, OSError):
         refuse(error, path, "it could not be read")
+    refuse_pointer(path)
     first = str(error).strip().splitlines() or [type(error).__name__]
     raise BadFile(f"{path} is truncated, corrupt, or no file of torch.save: {_short(first[0])}.") from error
 

@@ -22,6 +22,7 @@ from fdsd.data.ties import storage_id, tie_key
 from fdsd.data.values import is_mapping
 from fdsd.storage.drafts import hidden_name, make_folder, mode_at, remove_folders, sync_folder
 from fdsd.storage.files import local_path, refuse
+from fdsd.storage.locks import DestinationLock
 
 __all__ = ["compact", "save_torch"]
 
@@ -81,7 +82,7 @@ def save_torch(
             which a power failure must not take away.
 
     Raises:
-        DestinationExists: The path exists, and ``overwrite`` is false; or it is a folder.
+        DestinationExists: The path exists, and ``overwrite`` is false; or it is a folder; or another save writes it.
         DiskError: The system refused; what stood there before stands.
 
     >>> import tempfile
@@ -91,22 +92,31 @@ def save_torch(
     {'a': tensor([1., 1.])}
     """
     path = local_path(path)
+    _refuse_existing(path, overwrite)
+    durable = os.path.lexists(path) if durable is None else durable
+    folders = make_folder(path.parent)
+    try:
+        lock = DestinationLock(path.parent, path.name)
+        # The name inside the archive is that of the file, so the hidden part is a folder around it.
+        aside = path.parent / hidden_name(kind=f"{lock.tag}-")
+        try:
+            _refuse_existing(path, overwrite)
+            _write(aside, path, _compacted(value), durable)
+            folders = []
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            lock.release()
+    finally:
+        remove_folders(folders)
+    if durable:
+        sync_folder(path.parent)
+
+
+def _refuse_existing(path: Path, overwrite: bool) -> None:
     is_folder = os.path.isdir(path)
     if is_folder or (os.path.lexists(path) and not overwrite):
         remedy = "name a file" if is_folder else "give overwrite=True to replace it, or choose another place"
         raise DestinationExists(f"{path} exists; {remedy}.")
-    durable = os.path.lexists(path) if durable is None else durable
-    folders = make_folder(path.parent)
-    # The name inside the archive is that of the file, so the hidden part is a folder around it.
-    aside = path.parent / hidden_name()
-    try:
-        _write(aside, path, _compacted(value), durable)
-        folders = []
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        remove_folders(folders)
-    if durable:
-        sync_folder(path.parent)
 
 
 def _compacted(value: Any) -> Any:

@@ -14,6 +14,8 @@ from fdsd.algebra.ops import Concat as ConcatOp
 from fdsd.algebra.ops import MergeDims, Slice, SplitDim
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.grouping import Group, check_groups_round_trip, check_many, group_many, group_split
+from fdsd.data.problem import Problem
+from fdsd.data.spec import TensorSpec
 from fdsd.data.template import Template
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Assign, Rewrite, Scope
@@ -159,23 +161,37 @@ class Split(Step):
 
     def rewrite(self, scope: Scope) -> Rewrite:
         found = group_split(self.source, self.targets, scope.names)
+        wrong = self._wrong_sizes(scope, [spread.source for spread in found.groups])
         comes = {
             spread.position: [
-                Assign(target, (spread.source,), partial(self._cut, k)) for k, target in enumerate(spread.targets)
+                Assign(target, (spread.source,), unknown if spread.source in wrong else partial(self._cut, k))
+                for k, target in enumerate(spread.targets)
             ]
             for spread in found.groups
         }
-        return regroup(scope, [spread.source for spread in found.groups], comes, found.problems)
+        problems = [*found.problems, *wrong.values()]
+        return regroup(scope, [spread.source for spread in found.groups], comes, problems)
+
+    def _wrong_sizes(self, scope: Scope, names: Sequence[str]) -> dict[str, Problem]:
+        """Say once of each source, and not of each part, that the sizes are not its own."""
+        found: dict[str, Problem] = {}
+        for name in names:
+            spec = scope.spec(name) if scope.is_known(name) else None
+            if spec is not None and -spec.ndim <= self.dim < spec.ndim and (text := self._misfit(spec)):
+                found[name] = Problem("spec", f"{name!r} {spec}: {text}", (name,))
+        return found
+
+    def _misfit(self, spec: TensorSpec) -> str | None:
+        dim = as_dim(self.dim, spec)
+        size, total = spec.shape[dim], sum(self.sizes)
+        return None if size == total else f"dim {dim} has size {size}, but sizes={self.sizes} add up to {total}."
 
     def _cut(self, k: int, apply: Applier, leaves: Sequence[Any]) -> Any:
         (leaf,) = leaves
         spec = require_spec(leaf)
         dim = as_dim(self.dim, spec)
-        if spec.shape[dim] != sum(self.sizes):
-            raise SpecMismatch(
-                f"dim {dim} of shape {spec.shape} has size {spec.shape[dim]}, but sizes={self.sizes} add up to "
-                f"{sum(self.sizes)}."
-            )
+        if text := self._misfit(spec):
+            raise SpecMismatch(text)
         start = list(accumulate(self.sizes, initial=0))[k]
         if self.groups == 1:
             return apply(Slice(dim, start, self.sizes[k]), leaf)

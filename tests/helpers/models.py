@@ -49,13 +49,13 @@ class Net(nn.Module):
     scale: torch.Tensor
     cache: torch.Tensor
 
-    def __init__(self, width: int = 5, rows: int = 6, depth: int = 2, *, scalar: bool = False) -> None:
+    def __init__(self, width: int = 5, rows: int = 6, depth: int = 2, *, inner: int = 7, scalar: bool = False) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.ones(() if scalar else (1,)))
         self.embed = nn.Embedding(rows, width)
         self.register_buffer("scale", torch.ones(2))
         self.register_buffer("cache", torch.ones(4), persistent=False)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.blocks = nn.ModuleList([Block(width, inner) for _ in range(depth)])
         self.batch = nn.BatchNorm1d(width)
         self.counter = Counter({"seen": 3})
         self.adapter = nn.Linear(width, width, bias=False).requires_grad_(False)
@@ -103,12 +103,17 @@ def _scalar() -> nn.Module:
     return Net(scalar=True)
 
 
+def _wide() -> nn.Module:
+    return Net(width=8, inner=16)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": _mlp,
     "even": _even,
     "net": Net,
     "scalar": _scalar,
     "transposed": _transposed,
+    "wide": _wide,
 }
 
 

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["WAYS", "Mlp", "Way", "build", "num_ranks"]
+__all__ = ["FORWARD", "META", "WAYS", "Mlp", "Way", "build", "num_ranks", "step"]
+
+FORWARD = torch.__version__ >= (2, 7)
+"""Whether FSDP2 runs on the CPU: torch 2.6 cannot."""
 
 Way = Callable[[Any], Any]
 
@@ -123,9 +126,20 @@ WAYS: dict[str, Way] = {
 }
 
 
+META = ("plain", "fsdp2", "hsdp", "tp", "fsdp2 and tp", "compile of fsdp2 of checkpoint")
+"""The ways of models that need no memory."""
+
+
 def num_ranks(way: str) -> tuple[int, ...]:
     """Give how many ranks a way is tried with."""
     return (4,) if way in ("hsdp", "fsdp2 and tp") else (3,) if way in ("fsdp2", "fsdp1") else (2,)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Step an optimizer by gradients that depend on the parameters and a seed alone, without running the model."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * seed - 0.25
+    optimizer.step()
 
 
 def build(way: str, seed: int = 0, *, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fdsd
+from fdsd.cli.main import main
 
 
 def same(a: Any, b: Any) -> bool:
@@ -175,3 +176,28 @@ def test_a_result_that_no_file_can_hold(run: Callable[..., Any], tmp_path: Path)
     (tmp_path / "rules.py").write_text("import fdsd\np = fdsd.unflatten_optim()\n")
     argv = ("convert", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert "not OptimState" in run(*argv, "--pipeline", f"{tmp_path / 'rules.py'}:p").refused()
+
+
+class TestFormats:
+    """``--format`` and ``--to-format`` where the name of a file does not tell."""
+
+    def test_both_ways(self, tmp_path: Path) -> None:
+        torch.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "checkpoint")
+        source, target, back = (str(tmp_path / name) for name in ("checkpoint", "made", "back.gguf"))
+        assert main(["convert", source, target, "--format", "torch", "--to-format", "torch", "--quiet"]) == 0
+        assert torch.load(target)["w"].tolist() == [1.0, 2.0]
+        assert main(["convert", target, back, "--to-format", "torch", "--quiet"]) == 0
+        assert main(["ls", target, "--format", "torch"]) == 0
+        assert main(["diff", source, target, "--format-a", "torch", "--format-b", "torch"]) == 0
+
+    def test_errors_speak_of_the_options(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "x.foo").write_text("hello, this is no checkpoint")
+        path = str(tmp_path / "x.foo")
+        assert main(["ls", path]) == 2
+        assert "Give --format if you know it" in capsys.readouterr().err
+        assert main(["diff", path, path]) == 2
+        assert "Give --format-a or --format-b if you know it" in capsys.readouterr().err
+        assert main(["ls", path, "--format", "bogus"]) == 2
+        assert "--format 'bogus' is not known" in capsys.readouterr().err
+        assert main(["convert", path, str(tmp_path / "o.gguf")]) == 2
+        assert "--to-format says which is meant" in capsys.readouterr().err

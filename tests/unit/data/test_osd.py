@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -232,3 +232,31 @@ def test_many_parameters_are_read_in_linear_time() -> None:
     osd = {"state": {i: {"s": i} for i in range(2000)}, "param_groups": [{"params": list(range(2000))}]}
     OptimState.from_torch(osd, names).to_torch(ids=True)
     assert calls < 100_000  # a search through a list for each name would take 2,000,000
+
+
+class TestNamesThatContradictTheDict:
+    OSD: ClassVar[dict[str, Any]] = {
+        "state": {0: {"step": 1}, 1: {"step": 2}, 2: {"step": 3}},
+        "param_groups": [{"params": [0, 2], "param_names": ["w", "n"]}, {"params": [1], "param_names": ["b"]}],
+    }
+
+    @pytest.mark.parametrize("fqns", [["b", "w", "n"], ["x", "w", "n"], {0: "n", 1: "b", 2: "w"}])
+    def test_another_parameters_name_is_refused(self, fqns: Any) -> None:
+        with pytest.raises(
+            NameConflict, match=r"contradicts the dict's own 'param_names'.*for id \d, which is '\w' there"
+        ):
+            OptimState.from_torch(self.OSD, fqns)
+
+    @pytest.mark.parametrize(
+        "fqns", [["w", "b", "n"], {0: "w", 1: "b", 2: "n"}, ["m.w", "m.b", "m.n"], ["x", "y", "z"]]
+    )
+    def test_the_same_and_other_names_are_taken(self, fqns: Any) -> None:
+        state = OptimState.from_torch(self.OSD, fqns)
+        names = list(fqns.values()) if isinstance(fqns, dict) else fqns
+        assert [state.slots["step"][name] for name in names] == [1, 2, 3]
+
+    def test_all_offenders_are_counted(self) -> None:
+        names = [f"p{i}" for i in range(30)]
+        osd = {"state": {}, "param_groups": [{"params": list(range(30)), "param_names": names}]}
+        with pytest.raises(NameConflict, match=r"for 30 parameters: .*; and 20 more\. Leave fqns= out"):
+            OptimState.from_torch(osd, names[1:] + names[:1])

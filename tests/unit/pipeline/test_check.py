@@ -169,3 +169,49 @@ def test_the_error_is_that_of_running(p: Pipeline, error: Any) -> None:
         p(STATE)
     with pytest.raises(error):
         p.check(STATE).raise_for_problems()
+
+
+class Unknown(torch.Tensor):
+    """A class of tensors that nobody told fdsd of."""
+
+
+class TestTensorsOfUnknownClasses:
+    """``check`` refuses what running refuses, wherever in the pipeline it is."""
+
+    STATE = StateDict({"x": torch.ones(2, 3).as_subclass(Unknown), "y": torch.ones(2)})
+
+    @pytest.mark.parametrize(
+        "p",
+        [
+            transpose("x"),
+            cast(torch.float64),
+            rename_fqns({"x": "z"}) >> transpose("z"),
+            concat(["x", "y"], "z", dim=0),
+            map_tensors(torch.neg, "x"),
+            unstack("x", "x.{i}"),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("form", [lambda x: x, TrainState])
+    def test_operations_on_them_are_problems(self, p: Pipeline, form: Any) -> None:
+        state = form(self.STATE)
+        with pytest.raises(FdsdError):
+            p(state)
+        report = p.check(state)
+        assert not report.ok
+        if "concat" not in str(p):
+            assert "Unknown can be renamed and chosen, but not computed on" in str(report)
+        assert p.explain(state).problems == report.problems
+
+    @pytest.mark.parametrize(
+        "p", [identity, rename_fqns({"x": "z"}), drop("y"), transpose("y", 0, 0), drop("x")], ids=str
+    )
+    def test_what_runs_is_fine(self, p: Pipeline) -> None:
+        p(self.STATE)
+        assert p.check(self.STATE, expect=p(self.STATE)).ok
+
+    def test_slots_of_an_optimizer(self) -> None:
+        slots = {"exp_avg": {"x": torch.ones(2, 3).as_subclass(Unknown)}}
+        state = OptimState(slots, (ParamGroup(("x",), {}),))
+        assert not transpose("x").check(state).ok
+        assert rename_fqns({"x": "z"}).check(state).ok

@@ -197,7 +197,7 @@ def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:
     with SafetensorsSink.create_folder(tmp_path, specs_of(tensors), max_shard_size=4, durable=False) as sink:
         for name, value in tensors.items():
             sink.write(name, 0, value)
-        assert descriptors_below(tmp_path) <= 16
+        assert descriptors_below(tmp_path) <= 17  # and one is the lock's
     assert descriptors_below(tmp_path) == 0
     assert_holds(tmp_path, tensors)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fdsd import Pipeline, StateDict, concat, defer, materialize, split
+from fdsd import Pipeline, StateDict, concat, defer, materialize, specs, split, transpose
 from fdsd.errors import BadPattern, FdsdError, IncompleteGroup, NameConflict, NotInvertible, SpecMismatch, UnknownName
 from fdsd.pipeline.step import Grade
 from fdsd.testing import assert_laws, assert_round_trip, assert_same
@@ -231,3 +231,14 @@ def test_several_wrong_groups_are_told_at_once() -> None:
     assert_refused(
         concat(["{i}.a", "{i}.b"], "{i}.x", dim=0, sizes=[2, 2]), state, SpecMismatch, "'1.x'", "'2.x'", "(4, 4)"
     )
+
+
+@pytest.mark.parametrize("form", [lambda x: x, defer, specs])
+def test_sizes_that_are_not_the_tensors_are_told_once_for_each_source(form: Any) -> None:
+    state = form({f"{i}.qk": torch.ones(10, 2) for i in range(2)} | {"2.qk": torch.ones(12, 2)})
+    with pytest.raises(SpecMismatch) as told:
+        split("{i}.qk", ["{i}.q", "{i}.k"], dim=0, sizes=[4, 8])(state)
+    text = "{!r} float32[10, 2]: dim 0 has size 10, but sizes=(4, 8) add up to 12."
+    assert str(told.value) == f"split: {text.format('0.qk')} {text.format('1.qk')}"
+    report = (split("{i}.qk", ["{i}.q", "{i}.k"], dim=0, sizes=[4, 8]) >> transpose("0.q")).check(state)
+    assert [problem.names for problem in report.problems] == [("0.qk",), ("1.qk",)]

@@ -1,0 +1,77 @@
+"""Checks for every kind of parallelism: all of them in one start of ranks, and each by itself where one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import nn
+
+from tests.helpers.audited import Kind, case, kinds_of
+from tests.helpers.ranks import RankFailure, run_ranks
+
+__all__ = ["Audit", "Check"]
+
+
+@frozen(eq=False)
+class Check:
+    """A check of one kind of parallelism: ``run(rank, kind)`` raises, or gives what all ranks have to give alike."""
+
+    run: Callable[[int, Kind], Any]
+    joined: bool
+    meta: bool
+
+    def __repr__(self) -> str:
+        return self.run.__name__
+
+    def of_all_kinds(self, rank: int) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for kind in kinds_of(torch.distributed.get_world_size(), joined=self.joined, meta=self.meta):
+            with case(self, kind):
+                made[kind.name] = self.run(rank, kind)
+        return made
+
+
+@define(eq=False)
+class Audit:
+    """Checks that are run together.
+
+    Attributes:
+        checks: All of them, in order.
+    """
+
+    checks: list[Check] = field(factory=list)
+    _told: dict[int, Sequence[dict[Check, Any]] | None] = field(factory=dict)
+
+    def check(self, *, joined: bool = False, meta: bool = False) -> Callable[[Callable[[int, Kind], Any]], Check]:
+        """Register a function as a check: of all kinds, those that lie over ranks, or those that can be on meta."""
+
+        def register(run: Callable[[int, Kind], Any]) -> Check:
+            made = Check(run, joined, meta)
+            self.checks.append(made)
+            return made
+
+        return register
+
+    def verify(self, check: Check, n: int) -> None:
+        """See that a check holds on a number of ranks. The first call for a number runs all checks."""
+        if n not in self._told:
+            try:
+                self._told[n] = _run(self.checks, n)
+            except RankFailure:
+                self._told[n] = None  # one that fails stops all; each is run by itself then
+        told = self._told[n]
+        if told is None:
+            told = _run([check], n)
+        first = told[0][check]
+        for rank, found in enumerate(told):
+            for kind, result in found[check].items():
+                assert result == first[kind], f"{check}, {kind}: rank {rank} was told another thing than rank 0"
+
+
+def _run(checks: Sequence[Check], n: int) -> list[dict[Check, Any]]:
+    torch.compile(nn.Identity(), backend="eager")  # its imports, once for all ranks
+    found = run_ranks(lambda rank: [check.of_all_kinds(rank) for check in checks], n, timeout=200)
+    return [dict(zip(checks, told, strict=True)) for told in found]
