@@ -1,4 +1,4 @@
-"""`Backup`: the tensors of modules as they were, so that what code of others has done can be undone."""
+"""Modules and optimizers as they were, so that what code of others has done can be undone, without running any."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import nn
+from torch.optim import Optimizer
 
-__all__ = ["Backup"]
+from fdsd.data.values import is_dict
+
+__all__ = ["Backup", "OptimizerBackup"]
 
 _Table = dict[str, Any]
 
@@ -44,8 +47,7 @@ class Backup:
         for tensor in table.values():
             if tensor is None or id(tensor) in self._values:
                 continue
-            held: Any = getattr(tensor, "_local_tensor", tensor)
-            local: torch.Tensor = held.detach()
+            local = _local(tensor)
             if not local.is_meta:
                 self._values[id(tensor)] = local, local.to("cpu", copy=True)
 
@@ -54,6 +56,69 @@ class Backup:
         for table, items in self._tables:
             table.clear()
             table.update(items)
+        with torch.no_grad():
+            for local, copy in self._values.values():
+                local.copy_(copy)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    held: Any = getattr(tensor, "_local_tensor", tensor)
+    found: torch.Tensor = held.detach()
+    return found
+
+
+@define(eq=False)
+class OptimizerBackup:
+    """The state and the groups of optimizers: the objects, and copies of the tensors on the CPU.
+
+    >>> sgd = torch.optim.SGD([torch.ones(1)], lr=0.5)
+    >>> backup = OptimizerBackup.of([sgd])
+    >>> sgd.param_groups[0]["lr"] = 7
+    >>> backup.put_back()
+    >>> sgd.param_groups[0]["lr"]
+    0.5
+    """
+
+    _dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(factory=list)
+    _groups: list[tuple[Optimizer, list[dict[str, Any]]]] = field(factory=list)
+    _tables: list[tuple[Optimizer, Any]] = field(factory=list)
+    _values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(factory=dict)
+
+    @classmethod
+    def of(cls, optimizers: Iterable[Optimizer]) -> OptimizerBackup:
+        """Copy what optimizers have."""
+        made = cls()
+        for optimizer in optimizers:
+            made._tables.append((optimizer, optimizer.state))
+            made._groups.append((optimizer, list(optimizer.param_groups)))
+            made._add(optimizer.state)
+            for group in optimizer.param_groups:
+                made._add({key: value for key, value in group.items() if key != "params"})
+                made._dicts.append((group, dict(group)))
+        return made
+
+    def _add(self, value: Any) -> None:
+        if is_dict(value):
+            self._dicts.append((value, dict(value)))
+            for item in value.values():
+                self._add(item)
+        elif isinstance(value, list | tuple):
+            items: Any = value
+            for item in items:
+                self._add(item)
+        elif isinstance(value, torch.Tensor) and id(value) not in self._values:
+            local = _local(value)
+            self._values[id(value)] = local, local.to("cpu", copy=True)
+
+    def put_back(self) -> None:
+        """Undo what has happened since."""
+        for optimizer, groups in self._groups:
+            optimizer.param_groups[:] = groups
+        for optimizer, table in self._tables:
+            optimizer.state = table
+        for live, items in self._dicts:
+            live.clear()
+            live.update(items)
         with torch.no_grad():
             for local, copy in self._values.values():
                 local.copy_(copy)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from attrs import field, frozen
@@ -81,6 +82,8 @@ def _is_harmless(function: Any) -> bool:
 
 def _home(function: Any) -> str:
     """Give the module in which a function, or the class of a callable object, was written."""
+    if type(function) is FunctionType and not function.__dict__:
+        return function.__module__
     last: Any = function
     while function is not None:
         last = function

@@ -57,7 +57,8 @@ def ranks_of(placements: Iterable[Placement | None]) -> frozenset[int]:
 
 def placements_in(node: Lazy) -> list[Placement]:
     """Say how the source tensors of an expression lie over ranks; nothing of those that do not."""
-    found = [placement_of(each.op) for each in walk([node]) if isinstance(each.op, Origin)]
+    origins = [each.op for each in (walk([node]) if node.inputs else (node,)) if isinstance(each.op, Origin)]
+    found = [placement_of(origin) for origin in origins]
     return [placement for placement in found if placement is not None]
 
 

@@ -25,6 +25,7 @@ from fdsd.compat._kinds import is_sharded_tensor
 from fdsd.compat._machines import Backup, Ran, run_machine
 from fdsd.compat._meetings import Meeting, Meetings
 from fdsd.compat._rank0 import RankZero
+from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import listing
 from fdsd.data.spec import is_exact
 from fdsd.engine.request import Request
@@ -63,10 +64,11 @@ class Load:
     def plan(self) -> None:
         """Find out what has to be done; nothing is written."""
         tensors = self.modules.tensors
-        for name, source in self.fit.loads.items():
-            live = tensors[name]
-            if not self._is_direct(live, self.state[source]):
-                self._ask(self.requests, name, self._request(live, source, fresh=is_meta(live)))
+        with collector_paused():
+            for name, source in self.fit.loads.items():
+                live = tensors[name]
+                if not self._is_direct(live, self.state[source]):
+                    self._ask(self.requests, name, self._request(live, source, fresh=is_meta(live)))
         for names in self.fit.machines.values():
             for name in names:
                 if self._is_wanted(name):
@@ -103,13 +105,8 @@ class Load:
         return False
 
     def _node(self, source: str) -> Lazy | None:
-        """Give a value as an expression; only rank 0 has one of what it has for all."""
-        if self.from_zero is None:
-            node = defer_leaf(self.state[source], source)
-        elif this_rank() == 0:
-            node = self.from_zero.node(source)
-        else:
-            return None
+        """Give a value as an expression."""
+        node = defer_leaf(self.state[source], source) if self.from_zero is None else self.from_zero.node(source)
         return node if isinstance(node, Lazy) else None
 
     def _request(self, live: LiveTensor, source: str, *, fresh: bool) -> Request:

@@ -21,6 +21,7 @@ from fdsd.compat._options import StateDictOptions
 from fdsd.compat._worlds import world_over
 from fdsd.engine.delivery import plan_delivery
 from fdsd.engine.request import Request
+from fdsd.layout.wants import Target
 
 __all__ = ["Meeting", "Meetings", "every_rank", "meetings_of"]
 
@@ -85,6 +86,7 @@ class Meetings:
 
     known: Sequence[Meeting] = ()
     requests: dict[Meeting, dict[str, Request]] = field(factory=dict)
+    _found: dict[tuple[int, ...], tuple[Meeting, list[Target]]] = field(factory=dict, init=False)
 
     def add(self, name: str, request: Request, *, everywhere: bool = False) -> None:
         """Add a request.
@@ -94,14 +96,21 @@ class Meetings:
             request: What is wanted.
             everywhere: Whether all ranks meet for it, since rank 0 gives for all.
         """
-        ranks = frozenset(every_rank()) if everywhere else frozenset[int]()
+        places: list[Target] = []
         if not everywhere and request.node is not None and (sources := placements_in(request.node)):
-            ranks = ranks_of([*sources, request.target])
-        meeting: Meeting = ()
-        if len(ranks) > 1:
-            wide = [one for one in self.known if ranks.issubset(one)]
-            meeting = min(wide, key=len) if wide else tuple(sorted(ranks))
-        self.requests.setdefault(meeting, {})[name] = request
+            places = [*sources, request.target]
+        key = everywhere, *map(id, places)
+        if key not in self._found:  # which keeps the placements, so that no others get their identities
+            ranks = frozenset(every_rank()) if everywhere else ranks_of(places)
+            self._found[key] = self._meeting_of(ranks), places
+        self.requests.setdefault(self._found[key][0], {})[name] = request
+
+    def _meeting_of(self, ranks: frozenset[int]) -> Meeting:
+        """Give the smallest meeting at which some ranks are; one of their own if there is none."""
+        if len(ranks) < 2:
+            return ()
+        wide = [one for one in self.known if ranks.issubset(one)]
+        return min(wide, key=len) if wide else tuple(sorted(ranks))
 
     @property
     def collective(self) -> set[Meeting]:

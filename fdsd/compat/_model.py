@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from fdsd.comms.live import LiveTensor, Modules
+from fdsd.comms.live import Modules
 from fdsd.comms.modules import is_dtensor, leaf_of, read_modules
 from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._flats import shown
 from fdsd.compat._fqns import prefix_of
 from fdsd.compat._options import StateDictOptions
+from fdsd.compat._plain import plain_values
 from fdsd.data.errors import NameConflict, UnknownName, listing
 
-__all__ = ["expected_names", "live_values", "of_submodules", "read_model", "refuse_empty", "submodule_prefixes"]
+__all__ = ["expected_names", "live_state", "live_values", "of_submodules", "read_model", "refuse_empty", "submodule_prefixes"]
 
 
 def read_model(model: Any, options: StateDictOptions) -> Modules:
@@ -50,6 +51,20 @@ def expected_names(modules: Modules, options: StateDictOptions) -> Collection[st
     return [name for name in modules.names if (tensors[name].tied_to or name if name in tensors else name) not in frozen]
 
 
+def live_state(model: Any, options: StateDictOptions) -> OrderedDict[str, Any]:
+    """Give the state dict of the live values. Collective, if FSDP1 has flat parameters.
+
+    >>> list(live_state(nn.Linear(1, 1), StateDictOptions()))
+    ['weight', 'bias']
+    """
+    if isinstance(model, nn.Module) and not options.ignore_frozen_params:
+        found = plain_values(model, whole=options.full_state_dict)
+        if found is not None:
+            return found
+    modules = read_model(model, options)
+    return live_values(modules, expected_names(modules, options), options)
+
+
 def live_values(modules: Modules, names: Collection[str], options: StateDictOptions) -> OrderedDict[str, Any]:
     """Give the state dict of the live values, with the versions of modules, as ``nn.Module.state_dict`` does.
 
@@ -59,26 +74,24 @@ def live_values(modules: Modules, names: Collection[str], options: StateDictOpti
     False
     """
     tensors, extra = modules.tensors, modules.extra
-    give = _undetached if options.full_state_dict else leaf_of
     values: dict[str, Any] = {}
+    has_flats = False
     for name in names:
         live = tensors.get(name)
         if live is None:
             values[name] = extra[name].value
-        elif live.flat is not None and live.tied_to in values:
-            values[name] = values[live.tied_to]  # what is made of a tied one is made once
+        elif live.flat is not None:
+            has_flats = True  # what is made of a tied one is made once
+            values[name] = values[live.tied_to] if live.tied_to in values else leaf_of(live)
+        elif live.dtype is not None:
+            values[name] = leaf_of(live)
+        elif options.full_state_dict and is_dtensor(live.tensor):
+            values[name] = live.tensor  # it is gathered anyway, and to detach one takes long
         else:
-            values[name] = give(live)
-    made = OrderedDict(shown({None: values}, modules, options)[None])
-    versions = OrderedDict([(name, dict(version)) for name, version in modules.metadata.items()])
-    made._metadata = versions  # type: ignore[attr-defined]  # torch's own convention
+            values[name] = live.tensor.detach()
+    made = OrderedDict(shown({None: values}, modules, options)[None] if has_flats else values)
+    made._metadata = OrderedDict(modules.metadata)  # type: ignore[attr-defined]  # torch's own convention
     return made
-
-
-def _undetached(live: LiveTensor) -> Any:
-    """Give a live tensor as a leaf, but a DTensor as it is: it is gathered anyway, and to detach one takes long."""
-    is_plain = live.flat is None and live.dtype is None
-    return live.tensor if is_plain and is_dtensor(live.tensor) else leaf_of(live)
 
 
 def submodule_prefixes(model: nn.Module, submodules: Any, options: StateDictOptions) -> list[str] | None:

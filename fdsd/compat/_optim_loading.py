@@ -65,7 +65,7 @@ class _Plan:
         for place, target in targets.items():
             value: Any = state.slots[place[0]][place[1]]
             if from_zero is not None:
-                plan.nodes[place] = target.flatten(from_zero.node(_name(place))) if this_rank() == 0 else None
+                plan.nodes[place] = target.flatten(from_zero.node(_name(place)))
             elif (local := _local_part(value, target)) is not None:
                 plan.here[place] = local
             else:

@@ -19,7 +19,7 @@ from fdsd.compat._nested import Path, mapped, named
 from fdsd.data.errors import FdsdError, listing
 from fdsd.data.protocols import Piece, World
 from fdsd.data.region import Region
-from fdsd.data.spec import TensorSpec, is_exact, spec_of
+from fdsd.data.spec import TensorSpec, is_exact, known_spec, spec_of
 from fdsd.data.statedict import StateDict
 from fdsd.layout.layout import Layout
 from fdsd.layout.mesh import Mesh
@@ -152,4 +152,4 @@ def outline_of_tree(state: Mapping[str, Any]) -> tuple[Any, list[str]]:
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+    return known_spec(tensor.shape, tensor.dtype)  # what is shared is told once

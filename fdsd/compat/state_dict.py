@@ -16,8 +16,7 @@ from fdsd.compat._errors import LoadError
 from fdsd.compat._fqns import FLAT_PARAM, WRAPPER_SEGMENTS, get_fqns
 from fdsd.compat._group import has_group
 from fdsd.compat._model import (
-    expected_names,
-    live_values,
+    live_state,
     of_submodules,
     read_model,
     refuse_empty,
@@ -120,9 +119,8 @@ def get_model_state_dict(
     ['weight', 'bias']
     """
     given = checked(options)
-    modules = read_model(model, given)
     prefixes = submodule_prefixes(model, submodules, given)
-    state: dict[str, Any] = live_values(modules, expected_names(modules, given), given)
+    state: dict[str, Any] = live_state(model, given)
     if prefixes is not None:
         state = of_submodules(state, prefixes, given)
     refuse_empty(state, given, excused=prefixes is not None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from attrs import frozen
 
@@ -122,8 +123,11 @@ class Matcher:
         """
         prefix, suffix = self.prefix, self.suffix
         if self.literal is not None:
-            for index in (at for at, name in enumerate(names) if name == prefix):
-                yield index, {}
+            index = -1
+            with suppress(ValueError):  # there may be thousands of such patterns: ten times as fast as a loop
+                while True:
+                    index = names.index(self.literal, index + 1)
+                    yield index, {}
             return
         for index, name in enumerate(names):
             if name.endswith(suffix) and name.startswith(prefix):

@@ -7,7 +7,7 @@ and all problems that it finds; shapes, sizes and tensors are the verbs' busines
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from fdsd.data._grouped import Group, Groups, Spread, check_groups_round_trip, finish, partial, unmatched
@@ -34,6 +34,14 @@ _MAX_ABSENT = 1000
 """A wrong ``num`` must not fill the memory with names that are absent."""
 
 Key = tuple[str, ...]
+
+
+def _found(reader: Matcher, names: Sequence[str], positions: Mapping[str, int]) -> Iterable[tuple[int, dict[str, str]]]:
+    """Find names; of thousands of names written out, each would walk through all."""
+    if reader.literal is None:
+        return reader.find(names)
+    at = positions.get(reader.literal)
+    return [] if at is None else [(at, {})]
 
 
 def check_many(sources: Sequence[Template], target: Template) -> None:
@@ -111,8 +119,9 @@ def group_many(sources: Sequence[Template], target: Template, names: Sequence[st
     *readers, writer = bind_together(*sources, target)
     found: dict[Key, dict[int, int]] = {}
     winners: dict[int, list[int]] = {}
+    positions = {name: at for at, name in enumerate(names)}
     for which, reader in enumerate(readers):
-        for at, bound in reader.find(names):
+        for at, bound in _found(reader, names, positions):
             found.setdefault(tuple(bound[hole] for hole in target.holes), {})[which] = at
             winners.setdefault(at, []).append(which)
     result = Groups[Group]()
@@ -125,7 +134,8 @@ def group_many(sources: Sequence[Template], target: Template, names: Sequence[st
         members = tuple(names[places[which]] for which in places)
         result.groups.append(Group(writer.format(bindings), members, min(places.values()), tuple(absent), not absent))
     if found:
-        idle = [which for which in range(len(sources)) if not any(which in won for won in winners.values())]
+        busy = {which for won in winners.values() for which in won}
+        idle = [which for which in range(len(sources)) if which not in busy]
         result.problems += [unmatched([sources[which]], names) for which in idle]
     result.problems += partial(result.groups, names)
     return finish(result, sources, target, names)

@@ -208,6 +208,7 @@ def _collisions(names: Sequence[str], targets: list[str]) -> list[Problem]:
 
 def _idle_rules(table: RuleTable, names: Sequence[str], won: set[int]) -> list[Problem]:
     problems: list[Problem] = []
+    known = frozenset(names)  # of thousands of names written out, each would walk through all of these
     num_unmatched = 0
     for place, rule in enumerate(table.rules):
         if place in won or (isinstance(rule, PatternRule) and rule.source.optional):
@@ -218,7 +219,8 @@ def _idle_rules(table: RuleTable, names: Sequence[str], won: set[int]) -> list[P
                 message = f"{rule} gives None for {every}; give back the names that stay as they are."
                 problems.append(Problem("unmatched rule", message, (), place))
             continue
-        matched = _matched(rule, names)
+        literal = rule.rewriter(0).source.literal if isinstance(rule, PatternRule) else None
+        matched = _matched(rule, names) if literal is None else [literal] if literal in known else []
         if matched:
             problems.append(_shadowed(table, place, matched))
         else:

@@ -125,13 +125,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_EXACT = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 def is_exact(leaf: object) -> bool:
     """Tell whether a leaf is a plain tensor or parameter, whose data is wholly here.
 
     >>> is_exact(torch.ones(2)), is_exact(torch.nn.Parameter(torch.ones(2))), is_exact(3)
     (True, True, False)
     """
-    return type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter
+    return type(leaf) in _EXACT
 
 
 def _check_grid(leaf: torch.Tensor) -> None:
@@ -164,15 +167,17 @@ def spec_of(leaf: Any) -> TensorSpec | None:
     if isinstance(leaf, TensorSpec):
         return leaf
     if isinstance(leaf, torch.Tensor):
-        if isinstance(leaf, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer):
+        if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
             raise Unsupported(
                 "An uninitialized parameter of a lazy module has no shape yet; run the module once, then take its "
                 "state."
             )
         if is_exact(leaf):
             _check_grid(leaf)
+        try:
             return known_spec(leaf.shape, leaf.dtype)
-        return TensorSpec(tuple(leaf.shape), leaf.dtype)
+        except TypeError:  # sizes that are symbols have no hash
+            return TensorSpec(leaf.shape, leaf.dtype)
     if isinstance(leaf, VirtualTensor):
         return leaf.spec
     return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fdsd.data.collecting import collector_paused
 from fdsd.data.place import Place, row_major_or
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 
@@ -105,7 +106,8 @@ def ties(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
     [('embed', 'head')]
     """
     groups: dict[Hashable, list[str]] = {}
-    for name, leaf in state.items():
-        if (key := tie_key(leaf)) is not None:
-            groups.setdefault(key, []).append(name)
-    return [tuple(names) for names in groups.values() if len(names) > 1]
+    with collector_paused():
+        for name, leaf in state.items():
+            if (key := tie_key(leaf)) is not None:
+                groups.setdefault(key, []).append(name)
+        return [tuple(names) for names in groups.values() if len(names) > 1]

@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from attrs import field, frozen
 
+from fdsd.algebra.ops.leaves import Origin
+from fdsd.data.collecting import collector_paused
 from fdsd.data.protocols import World
 from fdsd.engine.agreement import Agreed, Statement, agree, state
 from fdsd.engine.failures import failure_of, raise_if_failed
 from fdsd.engine.here import Here, plan_here
 from fdsd.engine.memory import Delivered, Memory
 from fdsd.engine.messages import WINDOW, Buffers, Exchange, Window
-from fdsd.engine.overwriting import Kept, kept_of
+from fdsd.engine.overwriting import Kept, is_placed, kept_of, memory_of
 from fdsd.engine.request import Request
 from fdsd.engine.rounds import PROGRAMS, Rounds
 from fdsd.engine.views import Views
@@ -118,7 +120,8 @@ class _Run:
         self._views: dict[tuple[int, int], Views] = {}
         world = plan.world
         mine = [plan.agreed.mine[at] for at in plan.positions]
-        self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
+        with collector_paused():
+            self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
         memory = Memory(self._tensors, Kept(), plan.device)
         self._exchange = Exchange(world, memory, Buffers(plan.window.buffers, world.device), plan.window)
         self._made: dict[int, torch.Tensor] = {}  # the results that have not been given yet, by their place among names
@@ -206,6 +209,14 @@ class _Run:
                 del result
 
 
+def _is_copy(request: Request) -> bool:
+    """Tell whether a tensor in memory is copied to other memory, as it is or a part of it: then plans are shared."""
+    node = request.node
+    if node is None or request.out is None or not isinstance(node.op, Origin):
+        return False
+    return not is_placed(node.op.source) and memory_of(node.op) is not None
+
+
 def plan_delivery(
     requests: Mapping[str, Request],
     world: World | None,
@@ -244,7 +255,11 @@ def plan_delivery(
     if world is None:
         if error is not None:
             raise error
-        return Delivery(tuple(requests), plan_here(requests, rank, budget, where))
+        if not all(map(_is_copy, requests.values())):
+            return Delivery(tuple(requests), plan_here(requests, rank, budget, where))
+        from fdsd.comms.alone import Alone  # the edge; it is asked for nothing but its rank
+
+        world = Alone(rank)
     statement: Statement | None = None
     if error is None:
         try:

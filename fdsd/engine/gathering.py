@@ -148,12 +148,11 @@ def _check(leaves: Mapping[str, Any], world: World, target: Layout | None, verb:
 
 def _node(leaf: Any, name: str, nodes: dict[Hashable, Lazy]) -> Lazy:
     """Give a leaf as an expression: one for all names of a tied tensor, so that it travels once and stays one."""
-    if not isinstance(leaf, torch.Tensor):
-        return defer_leaf(leaf, name)
-    key = tie_key(leaf)
-    if key not in nodes:
-        nodes[key] = defer_leaf(leaf, name)
-    return nodes[key]
+    key = tie_key(leaf) if isinstance(leaf, torch.Tensor) else None
+    found: Lazy = defer_leaf(leaf, name) if key is None or key not in nodes else nodes[key]
+    if key is not None:
+        nodes[key] = found
+    return found
 
 
 def _request(leaf: Any, node: Lazy, target: Layout | None, device: Any, keep: bool) -> Request:

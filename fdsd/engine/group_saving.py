@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from fdsd.algebra.apply import apply
 from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Computing, Lazy
@@ -85,7 +87,9 @@ def save_over(
     """
     aliases = shared_ties(world, nodes, "save")
     mine = {name: (node.shape, node.dtype) for name, node in nodes.items()}
-    specs = {name: TensorSpec(*spec) for name, spec in union_of(world, mine, "the tensors to save").items()}
+    specs = {
+        name: TensorSpec(*spec) for name, spec in union_of(world, mine, "the tensors to save", show=_shown).items()
+    }
     stored = {name: spec for name, spec in specs.items() if name not in aliases}
     owned = {aliases.get(name, name): node for name, node in nodes.items()}
     parts = dict(_parts(stored, _opaque(world, owned), max(_LEAST, budget // 4)))
@@ -106,6 +110,10 @@ def save_over(
     except Exception as found:
         error = found
     agree_on(world, error, "save")
+
+
+def _shown(spec: tuple[tuple[int, ...], torch.dtype]) -> TensorSpec:
+    return TensorSpec(*spec)
 
 
 def _opaque(world: World, nodes: Mapping[str, Lazy]) -> set[str]:

@@ -270,9 +270,12 @@ class Restoring:
     def _together(self, action: Callable[[], None], undo: Sequence[Callable[[], None]]) -> None:
         try:
             together(self.world, "restore", action)
-        except BaseException:
+        except BaseException as error:
             for step in reversed(undo):
-                step()
+                try:
+                    step()
+                except Exception as another:  # the rest has to be undone all the same
+                    add_note(error, f"Undoing it raised {type(another).__name__}: {another}")
             raise
 
 

@@ -12,6 +12,7 @@ import torch
 from attrs import define, field, frozen
 
 from fdsd.comms.alone import this_rank
+from fdsd.comms.backups import OptimizerBackup
 from fdsd.comms.live import Modules
 from fdsd.data.columns import Slot
 from fdsd.data.errors import listing
@@ -23,7 +24,6 @@ from fdsd.engine.matching import excused
 from fdsd.engine.model_load import Rules
 from fdsd.engine.optim_rows import Row, join_groups, rows_of
 from fdsd.engine.outlines import Outline, outline_of
-from fdsd.engine.snapshots import snapshot
 from fdsd.engine.unions import share_objects, union_of
 from fdsd.engine.wishes import Flattening, Wish, label_of
 from fdsd.layout.wants import local_shape_of
@@ -103,12 +103,7 @@ class OptimLoad:
 
     def backup(self) -> Callable[[], None]:
         """Give a way back from ``write``, at the price of a copy."""
-        from fdsd.comms.optimizer_writing import write_optimizers
-        from fdsd.comms.optimizers import read_optimizers
-
-        before = snapshot(read_optimizers(self.modules, self.optimizers))
-        how: dict[str, Any] = {"require": "nothing", "dtype": "source"}
-        return lambda: write_optimizers(before, self.modules, self.optimizers, **how)
+        return OptimizerBackup.of(self.optimizers).put_back
 
     def write(self) -> None:
         """Put everything in its place: values, slots that are new or gone, and the groups' options."""
@@ -147,7 +142,7 @@ class OptimTable:
     def of(cls, state: OptimState, world: World, verb: str) -> OptimTable:
         """Find out what the ranks hold together; collective."""
         mine = rows_of(state)
-        places = union_of(world, {label: (row.slot, row.fqn) for label, row in mine.items()}, f"{verb}: the slots")
+        places = union_of(world, {label: (row.slot, row.fqn) for label, row in mine.items()}, "the slots of optimizers")
         rows = {label: Row(slot, fqn, None) for label, (slot, fqn) in places.items()}
         outline = outline_of(world, {label: row.value for label, row in mine.items()}, verb)
         groups = join_groups(state.groups, world, verb)

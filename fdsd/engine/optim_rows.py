@@ -49,7 +49,7 @@ def from_rows(
         world: The ranks.
         verb: How errors call the asker.
     """
-    every = union_of(world, {label: (row.slot, row.fqn) for label, row in rows.items()}, f"{verb}: the slots")
+    every = union_of(world, {label: (row.slot, row.fqn) for label, row in rows.items()}, "the slots of optimizers")
     made: dict[Slot, dict[str, Any]] = {}
     for label, (slot, fqn) in every.items():
         if label in values:

@@ -75,7 +75,7 @@ def outline_of(world: World, leaves: Mapping[str, Any], verb: str) -> Outline:
     ('w',)
     """
     own = {name: leaf for name, leaf in leaves.items() if has_data(leaf)}
-    known = union_of(world, together(world, verb, lambda: _told(own)), f"{verb}: what the state holds")
+    known = union_of(world, together(world, verb, lambda: _told(own)), "what the state holds", show=_shown)
     objects = share_objects(
         world, {name: own[name] for name, told in known.items() if told == _OBJECT and name in own}, verb
     )
@@ -89,6 +89,10 @@ def outline_of(world: World, leaves: Mapping[str, Any], verb: str) -> Outline:
 def _told(leaves: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: spec_of(leaf) for name, leaf in leaves.items()}
     return {name: _OBJECT if spec is None else (tuple(spec.shape), spec.dtype) for name, spec in found.items()}
+
+
+def _shown(told: Any) -> object:
+    return told if told == _OBJECT else TensorSpec(*told)
 
 
 def shared_ties(world: World, leaves: Mapping[str, Any], verb: str) -> dict[str, str]:

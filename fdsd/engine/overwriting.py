@@ -5,7 +5,7 @@ Such sources are copied first. A tensor that is brought to where it already lies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -93,19 +93,23 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
         return Kept()
     settled: set[str] = set()
     written: set[int] = set()
-    roots: list[Lazy] = []
+    read: list[tuple[Origin, torch.Tensor | None]] = []
+    grown: list[Lazy] = []
     for name, request in requests.items():
         node, out = request.node, request.out
-        if _is_settled(request, rank):
-            settled.add(name)
-            continue
-        if node is not None:
-            roots.append(node)
+        if node is not None and isinstance(node.op, Origin):
+            memory = memory_of(node.op)
+            if memory is not None and out is not None and _is_settled(request, node.op, memory, out, rank):
+                settled.add(name)
+                continue
+            read.append((node.op, memory))
+        elif node is not None:
+            grown.append(node)
         if out is not None and out.numel():
             written.add(storage_id(out))
+    read += [(node.op, memory_of(node.op)) for node in walk(grown) if isinstance(node.op, Origin)]
     copies: dict[Place, torch.Tensor] = {}
-    for origin in _origins(roots):
-        memory = memory_of(origin)
+    for origin, memory in read:
         if memory is None or storage_id(memory) not in written or memory.is_meta:
             continue
         place = _place(origin)
@@ -114,31 +118,16 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
     return Kept(copies, frozenset(settled))
 
 
-def _origins(roots: Iterable[Lazy]) -> Iterator[Origin]:
-    grown: list[Lazy] = []
-    for root in roots:
-        if isinstance(root.op, Origin):
-            yield root.op
-        else:
-            grown.append(root)
-    for node in walk(grown):
-        if isinstance(node.op, Origin):
-            yield node.op
-
-
-def _is_settled(request: Request, rank: int) -> bool:
+def _is_settled(request: Request, origin: Origin, memory: torch.Tensor, out: torch.Tensor, rank: int) -> bool:
     """Tell whether the result is, element for element, the memory in which its source lies."""
-    if request.node is None or request.out is None or not isinstance(request.node.op, Origin):
-        return False
-    memory, out = memory_of(request.node.op), request.out
-    if memory is None or memory.data_ptr() != out.data_ptr() or storage_id(memory) != storage_id(out):
+    if memory.data_ptr() != out.data_ptr() or storage_id(memory) != storage_id(out):
         return False
     if (memory.dtype, memory.shape, memory.storage_offset()) != (out.dtype, out.shape, out.storage_offset()):
         return False
     if memory.stride() != out.stride() or memory.is_conj() != out.is_conj() or memory.is_neg() != out.is_neg():
         return False
-    shape = request.node.shape
-    placement = placement_of(request.node.op)
+    shape = origin.spec.shape
+    placement = placement_of(origin)
     return placement == request.target or (
         local_shape_of(placement, shape, rank) == local_shape_of(request.target, shape, rank)
         and blocks_of(placement, shape, rank) == blocks_of(request.target, shape, rank)

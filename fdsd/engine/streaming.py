@@ -6,6 +6,7 @@ What will be copied is found out before anything is written. Nothing here makes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -79,7 +80,8 @@ class Stream:
     def write(self, sink: SafetensorsSink, progress: Progress) -> None:
         """Write all tensors."""
         waiting: list[tuple[str, Extent]] = []
-        with torch.no_grad():
+        copies_only = not self._session.roots
+        with torch.no_grad(), collector_paused() if copies_only else nullcontext():
             for name, node in self._nodes.items():
                 extent = self._extents.get(name)
                 if extent is not None:

@@ -86,13 +86,16 @@ def everyone(world: World, statement: V, what: str) -> list[V]:
     return world.agree(statement)
 
 
-def union_of(world: World, table: Mapping[str, V], what: str) -> dict[str, V]:
+def union_of(
+    world: World, table: Mapping[str, V], what: str, show: Callable[[V], object] = lambda value: value
+) -> dict[str, V]:
     """Join the tables of all ranks, which must not contradict each other; equal ones do not travel.
 
     Args:
         world: The ranks.
         table: This rank's names and what it knows of them: plain values that can be pickled and compared.
         what: What the values are, for errors.
+        show: What errors say of a value.
 
     Returns:
         The names of the first rank in its order, then those that only later ones have.
@@ -113,7 +116,8 @@ def union_of(world: World, table: Mapping[str, V], what: str) -> dict[str, V]:
             if name not in made:
                 made[name], origin[name] = value, rank
             elif made[name] != value:
-                clashes.append(f"{name!r} is {made[name]} on rank {origin[name]} and {value} on rank {rank}")
+                known = show(made[name])
+                clashes.append(f"{name!r} is {known} on rank {origin[name]} and {show(value)} on rank {rank}")
     if clashes:
         shown = "; ".join(sorted(clashes)[:10])
         rest = f"; and {len(clashes) - 10} more" if len(clashes) > 10 else ""

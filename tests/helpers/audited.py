@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from tests.helpers.models import Counter
 from tests.helpers.sharded_models import dtensor, mesh_of
 
 __all__ = [
-    "ALONE",
     "FROZEN",
     "KINDS",
     "SIZES",
@@ -45,7 +45,7 @@ UNITS = ("units.0", "units.1")
 
 
 def _given(self: Any, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Sum the products of parameters and given weights, through the modules that have them: gradients are the weights."""
+    """Sum parameters times given weights, through the modules that have them: the weights are the gradients."""
     parts: dict[str, dict[str, torch.Tensor]] = {}
     terms: list[torch.Tensor] = []
     for name, weight in weights.items():
@@ -148,11 +148,14 @@ def plain(salt: int = 0, *, dtype: torch.dtype = torch.float32, value: float | N
 # -- ways to lay it over ranks ---------------------------------------------------------------------------------------
 
 
+@cache
 def _line(name: str = "dp") -> Any:
     return mesh_of((dist.get_world_size(),), (name,))
 
 
+@cache
 def _grid(*names: str) -> Any:
+    """Make a mesh once: each has process groups, with threads of their own."""
     return mesh_of((2, dist.get_world_size() // 2), names)
 
 
@@ -227,14 +230,14 @@ class Kind:
 
     Attributes:
         wrap: Does it.
-        sizes: The numbers of ranks that it is tried with; none for one process.
+        sizes: The numbers of ranks that it is tried with.
         joined: Whether ranks hold parts of one model, so that a load is always one of all ranks.
         meta: Whether a model on the meta device can be laid out so.
     """
 
     name: str
     wrap: Callable[[Any], Any]
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = (1,)
     joined: bool = True
     meta: bool = True
 
@@ -248,17 +251,12 @@ class Kind:
 
 _AC = checkpoint_wrapper
 
-ALONE: tuple[Kind, ...] = (
-    Kind("plain", lambda model: model),
+KINDS: tuple[Kind, ...] = (
+    Kind("plain module", lambda model: model),
     Kind("compile", _compiled),
-    Kind("AC", _AC),
     Kind("AC(compile)", _chain(_each_unit(_compiled, _AC), _compiled)),
     Kind("compile(AC)", _chain(_each_unit(_AC, _compiled), _AC)),
     Kind("DataParallel", nn.DataParallel),
-)
-"""Those of one process without a group."""
-
-KINDS: tuple[Kind, ...] = (
     Kind("plain", lambda model: model, (2,), joined=False),
     Kind("DDP", _ddp, (3,), joined=False, meta=False),
     Kind("compile(DDP(AC(compile)))", _chain(_each_unit(_compiled, _AC), _ddp, _compiled), (2,), False, False),
@@ -275,7 +273,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("FSDP1, hybrid", _fsdp1(use_orig_params=True, device_mesh=lambda: _grid("r", "s")), (4,), meta=False),
     Kind("compile(FSDP1(AC))", _chain(_each_unit(_AC), _fsdp1(use_orig_params=True), _compiled), (2,), meta=False),
 )
-SIZES = (2, 3, 4)
+SIZES = (1, 2, 3, 4)
+"""The numbers of ranks; 1 for one process without a group."""
 
 
 def kinds_of(n: int, *, joined: bool = False, meta: bool = False) -> list[Kind]:
@@ -328,7 +327,7 @@ def whole(value: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> None:
-    """Compare state dicts or values: names in order, dtypes, shapes and bits; tensors that lie over ranks are gathered."""
+    """Compare state dicts or values: names in order, dtypes, shapes and bits; what lies over ranks is gathered."""
     if isinstance(expected, torch.Tensor):
         mine = whole(found)
         assert isinstance(mine, torch.Tensor), type(mine)

@@ -6,13 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import nn
 
 from tests.helpers.audited import Kind, case, kinds_of
 from tests.helpers.ranks import RankFailure, run_ranks
 
-__all__ = ["Audit", "Check"]
+__all__ = ["Audit", "Check", "group", "num_ranks"]
+
+
+def group() -> Any:
+    """Give the group of all ranks; ``None`` in one process."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @frozen(eq=False)
@@ -26,9 +36,9 @@ class Check:
     def __repr__(self) -> str:
         return self.run.__name__
 
-    def of_all_kinds(self, rank: int) -> dict[str, Any]:
+    def of_all_kinds(self, rank: int, n: int) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        for kind in kinds_of(torch.distributed.get_world_size(), joined=self.joined, meta=self.meta):
+        for kind in kinds_of(n, joined=self.joined, meta=self.meta):
             with case(self, kind):
                 made[kind.name] = self.run(rank, kind)
         return made
@@ -56,7 +66,13 @@ class Audit:
         return register
 
     def verify(self, check: Check, n: int) -> None:
-        """See that a check holds on a number of ranks. The first call for a number runs all checks."""
+        """See that a check holds on a number of ranks. The first call for a number runs all checks.
+
+        One process needs no start of ranks: there each check is run by itself.
+        """
+        if n == 1:
+            check.of_all_kinds(0, 1)
+            return
         if n not in self._told:
             try:
                 self._told[n] = _run(self.checks, n)
@@ -73,5 +89,5 @@ class Audit:
 
 def _run(checks: Sequence[Check], n: int) -> list[dict[Check, Any]]:
     torch.compile(nn.Identity(), backend="eager")  # its imports, once for all ranks
-    found = run_ranks(lambda rank: [check.of_all_kinds(rank) for check in checks], n, timeout=200)
+    found = run_ranks(lambda rank: [check.of_all_kinds(rank, n) for check in checks], n, timeout=200)
     return [dict(zip(checks, told, strict=True)) for told in found]

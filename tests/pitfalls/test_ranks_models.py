@@ -1,21 +1,22 @@
-"""Models over ranks: each fault seen elsewhere, tried on every kind of parallelism, each way to give a state dict, each option.
+"""Models over ranks: each known fault, on every kind of parallelism, for each way to give a state dict.
 
-| row of PITFALLS.md | where |
+| row of PITFALLS.md | checks |
 | --- | --- |
-| wrapper segments go wherever they stand | ``TestReading``; names alone: ``unit/comms/test_modules``, ``multiprocess/test_modules`` |
-| a missing or unexpected key; ``strict`` with full dicts; one verdict on all ranks; lax loads say the same | ``TestVerdicts`` |
-| the caller's dict is renamed, filled or emptied | ``TestVerdicts`` (also where a load is refused) |
-| broadcasting shapes, half applied | ``TestShapes`` |
-| float32 into bfloat16 or int64; the target keeps its dtype | ``TestDtypes``, ``TestMeta`` |
-| ties after loading into meta, gathered once | ``TestMeta``, ``TestReading`` |
-| a frozen weight's alias; the same filter both ways | ``TestReading``, ``TestVerdicts`` (``ignore_frozen``), ``TestRestoring`` |
-| non-persistent buffers on meta | ``TestMeta`` |
-| ``_extra_state``: missing, ``None`` | ``TestVerdicts``, ``TestExtraState`` |
-| replicated and 0-dim buffers, equal shards | ``TestReading`` |
-| other key orders | ``TestOrders`` |
-| broadcast with ``{}`` elsewhere | ``TestVerdicts`` (way "broadcast"); both at once: ``test_ranks_optimizers`` |
-| uneven FSDP x TP | the kind "FSDP2+TP" has 7 rows over 2 x 2, here and everywhere |
-| each byte once | ``test_ranks_traffic`` |
+| wrapper segments stand anywhere | all, by the kinds; names alone: ``unit/comms/test_modules``, ``test_modules`` |
+| missing and unexpected keys | ``missing_and_unexpected_names``, ``on_one_rank_only``, ``no_state_dict`` |
+| ``strict`` with full dicts; lax loads | ``missing_and_unexpected_names`` |
+| the caller's dict is changed | all that ask ``verdict_of``, refused loads too; ``names_of_restore`` |
+| broadcasting shapes; half applied | ``exactly_the_shape``, ``sharded_values_of_other_shapes``, ``on_one_rank_only`` |
+| float32 into others; the target's dtype stays | ``casts_as_torch_does``, ``restore_and_dtypes``, ``on_meta`` |
+| tied weights: meta, gathered, one in a file | ``on_meta``, ``every_option``, ``the_engine``, ``one_tied_name`` |
+| frozen ones: aliases, the same filter | ``every_option``, ``missing_and_unexpected_names``, ``the_same_filter`` |
+| non-persistent buffers on meta | ``on_meta``, ``restore_on_meta`` |
+| extra state: missing, ``None`` | ``missing_and_unexpected_names``, ``values_of_extra_state`` |
+| replicated and 0-dim buffers, equal shards | ``equal_values_are_no_copies`` |
+| other key orders on other ranks | ``other_orders`` |
+| broadcast with ``{}`` elsewhere | the way "broadcast"; with an optimizer: ``test_ranks_optimizers`` |
+| uneven FSDP x TP | the kind "FSDP2+TP", which has 7 rows over 2 x 2, in all |
+| each byte once; memory | ``test_ranks_traffic`` |
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fdsd
 from fdsd.compat.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fdsd.errors import FdsdError, SpecMismatch, UnknownName
-from tests.helpers.auditing import Audit, Check
 from tests.helpers.audited import (
     FROZEN,
     SIZES,
@@ -43,6 +42,7 @@ from tests.helpers.audited import (
     plain,
     same,
 )
+from tests.helpers.auditing import Audit, Check, group, num_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 AUDIT = Audit()
@@ -67,10 +67,6 @@ def given(way: str, rank: int, content: dict[str, Any], source: Any) -> dict[str
         return dict(content) if rank == 0 else {}
     values = get_model_state_dict(source) if way == "sharded" else {}
     return {name: values.get(name, value) for name, value in content.items()}
-
-
-def groups() -> Any:
-    return dist.group.WORLD
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -105,12 +101,12 @@ def the_engine(rank: int, kind: Kind) -> None:
     model = build(kind, 1)
     captured = fdsd.capture(model).model
     for state in (captured, fdsd.snapshot(captured)):
-        made = fdsd.materialize(state, group=groups())
+        made = fdsd.materialize(state, group=group())
         same(made, reference())
         tied(made["head.weight"], made["embed.weight"])
         tied(made[FROZEN[0]], made[FROZEN[1]])
     spec = fdsd.describe(model)
-    kept = fdsd.materialize(fdsd.filter_frozen(spec)(captured), group=groups())
+    kept = fdsd.materialize(fdsd.filter_frozen(spec)(captured), group=group())
     assert list(kept) == [name for name in reference() if name not in FROZEN]
 
 
@@ -120,7 +116,7 @@ def equal_values_are_no_copies(rank: int, kind: Kind) -> None:
     expected = reference(value=3)
     model = build(kind, value=3)
     same(full(model), {**expected, "noted._extra_state": {"salt": 0}})
-    made = fdsd.materialize(fdsd.capture(model).model, group=groups())
+    made = fdsd.materialize(fdsd.capture(model).model, group=group())
     same(made, {**expected, "noted._extra_state": {"salt": 0}})
     assert made["norm.num_batches_tracked"].shape == ()
 
@@ -169,6 +165,16 @@ def verdict_of(model: Any, state: Any, options: StateDictOptions) -> Any:
     return result.missing_keys, result.unexpected_keys
 
 
+LOADS = (
+    *itertools.product([True, False], [False], ["missing", "unexpected", "both"]),
+    (True, False, "none"),
+    (True, True, "none"),
+    (True, True, "both"),
+    (False, True, "both"),
+)
+"""Strict or lax; without frozen parameters or with them; and the fault."""
+
+
 @AUDIT.check()
 def missing_and_unexpected_names(rank: int, kind: Kind) -> Any:
     """Seen: never reported with full dicts; one rank raises while the others hang or report success.
@@ -177,10 +183,8 @@ def missing_and_unexpected_names(rank: int, kind: Kind) -> Any:
     """
     model, source = build(kind, 2), build(kind, 1)
     told: list[Any] = []
-    cases = itertools.product(WAYS, [True, False], [False, True], ["missing", "unexpected", "both", "none"])
-    for at, (way, strict, frozen, fault) in enumerate(cases):
+    for at, (way, (strict, frozen, fault)) in enumerate(itertools.product(WAYS, LOADS)):
         with case(way, "strict" if strict else "lax", "ignore frozen" if frozen else "all", fault):
-            set_model_state_dict(model, reference(2), options=FULL)
             content = spoiled(reference(), fault, at)
             oracle = plain(2)
             missing, unexpected = oracle.load_state_dict(content, strict=False)
@@ -194,10 +198,10 @@ def missing_and_unexpected_names(rank: int, kind: Kind) -> Any:
             if strict and fault != "none":
                 assert found[0] == "error"
                 assert all(f'"{name}"' in found[1] for name in [*missing, *unexpected])
-                same(full(model), reference(2))
             else:
                 assert (sorted(found[0]), found[1]) == (sorted(missing), unexpected)
                 same(full(model), dict(oracle.state_dict()))
+                set_model_state_dict(model, reference(2), options=FULL)
     return told
 
 
@@ -207,9 +211,7 @@ def on_one_rank_only(rank: int, kind: Kind) -> Any:
     model, source = build(kind, 2), build(kind, 1)
     told: list[Any] = []
     faults = ("missing", "unexpected", "shape", "both", "kind")
-    for at, (bad, way, fault) in enumerate(
-        itertools.product(range(dist.get_world_size()), ("sharded", "full"), faults)
-    ):
+    for at, (bad, way, fault) in enumerate(itertools.product(range(num_ranks()), ("sharded", "full"), faults)):
         with case(f"rank {bad}", way, fault):
             content = reference()
             if rank == bad:
@@ -227,9 +229,9 @@ def on_one_rank_only(rank: int, kind: Kind) -> Any:
 
 
 @AUDIT.check(joined=True)
-def what_is_no_state_dict_on_one_rank(rank: int, kind: Kind) -> None:
+def no_state_dict(rank: int, kind: Kind) -> None:
     model = build(kind, 2)
-    for bad, wrong in itertools.product(range(dist.get_world_size()), [None, [1], {"x": 1, 3: torch.ones(1)}]):
+    for bad, wrong in itertools.product(range(num_ranks()), [None, [1], {"x": 1, 3: torch.ones(1)}]):
         state: Any = wrong if rank == bad else reference()
         with case(bad, wrong), pytest.raises((RuntimeError, TypeError)):
             set_model_state_dict(model, state, options=FULL)
@@ -240,7 +242,7 @@ def what_is_no_state_dict_on_one_rank(rank: int, kind: Kind) -> None:
 
 
 @AUDIT.check()
-def other_orders_on_other_ranks(rank: int, kind: Kind) -> None:
+def other_orders(rank: int, kind: Kind) -> None:
     """Seen: weights are mixed silently."""
     model, source = build(kind, 2), build(kind, 1)
     for way in WAYS:
@@ -251,8 +253,8 @@ def other_orders_on_other_ranks(rank: int, kind: Kind) -> None:
         same(full(model), reference())
     state = fdsd.capture(source).model
     turned = list(state.items())[:: -1 if rank % 2 else 1]
-    fdsd.restore(dict(turned), build(kind, 2), group=groups())
-    same(dict(sorted(fdsd.materialize(dict(turned), group=groups()).items())), dict(sorted(reference().items())))
+    fdsd.restore(dict(turned), build(kind, 2), group=group())
+    same(dict(sorted(fdsd.materialize(dict(turned), group=group()).items())), dict(sorted(reference().items())))
 
 
 # -- shapes and dtypes -----------------------------------------------------------------------------------------------
@@ -267,12 +269,12 @@ WRONG: dict[str, list[tuple[int, ...]]] = {
 
 
 @AUDIT.check()
-def exactly_the_shape_on_all_ranks_or_nothing_is_written(rank: int, kind: Kind) -> Any:
+def exactly_the_shape(rank: int, kind: Kind) -> Any:
     """Seen: (5, 1) fills (5, 4); (6, 4) is half applied before it raises, on one rank only."""
     model = build(kind, 2)
     told: list[Any] = []
     for name, shapes in WRONG.items():
-        for shape, way in itertools.product(shapes, ("full", "broadcast")):
+        for shape, way in zip(shapes, itertools.cycle(("full", "broadcast")), strict=False):
             with case(name, shape, way):
                 content = {**reference(), name: torch.ones(shape, dtype=reference()[name].dtype)}
                 found = verdict_of(model, given(way, rank, content, None), options_of(way, strict=False))
@@ -282,7 +284,7 @@ def exactly_the_shape_on_all_ranks_or_nothing_is_written(rank: int, kind: Kind) 
             state = {**reference(), name: torch.ones(shapes[0], dtype=reference()[name].dtype)}
             before = local_values(model)
             with pytest.raises(SpecMismatch, match=name) as caught:
-                fdsd.restore(state, model, group=groups())
+                fdsd.restore(state, model, group=group())
             same(local_values(model), before)
             told.append(str(caught.value))
     return told
@@ -295,9 +297,9 @@ def sharded_values_of_other_shapes(rank: int, kind: Kind) -> Any:
     swapped = {**state, "units.0.up.weight": state["units.0.down.weight"]}
     found = verdict_of(model, swapped, StateDictOptions())
     assert "size mismatch for units.0.up.weight" in found[1]
+    captured = fdsd.capture(other).model
     with pytest.raises(SpecMismatch, match=r"units\.0\.up\.weight"):
-        captured = fdsd.capture(other).model
-        fdsd.restore({**captured, "units.0.up.weight": captured["units.0.down.weight"]}, model, group=groups())
+        fdsd.restore({**captured, "units.0.up.weight": captured["units.0.down.weight"]}, model, group=group())
     same(full(model), reference(2))
     return found
 
@@ -312,7 +314,11 @@ def one_element_goes_into_no_dims(rank: int, kind: Kind) -> None:
         same(full(model), {**reference(), "norm.num_batches_tracked": torch.tensor(77)})
 
 
-DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.int32)
+DTYPES = {
+    torch.float32: (torch.float64, torch.bfloat16, torch.int32),
+    torch.bfloat16: (torch.float32, torch.float16, torch.float64),
+}
+"""For each dtype of the model those of the state."""
 
 
 def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -320,11 +326,11 @@ def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 @AUDIT.check()
-def the_drop_in_casts_to_the_models_as_torch_does(rank: int, kind: Kind) -> None:
+def casts_as_torch_does(rank: int, kind: Kind) -> None:
     """The values are those of ``nn.Module.load_state_dict``; and the model keeps its dtypes."""
-    for target in (torch.float32, torch.bfloat16):
+    for target, sources in DTYPES.items():
         model = build(kind, 2, dtype=target)
-        for source, way in itertools.product(DTYPES, ("full", "broadcast")):
+        for source, way in zip(sources, ("full", "broadcast", "full"), strict=True):
             with case(source, target, way):
                 content = cast({**reference(), "table": torch.tensor([[1.7, -2.5, 3], [4, 5, 6]])}, source)
                 oracle = plain(2, dtype=target)
@@ -343,17 +349,17 @@ def sharded_values_are_cast_too(rank: int, kind: Kind) -> None:
 
 
 @AUDIT.check()
-def restore_raises_unless_told(rank: int, kind: Kind) -> Any:
+def restore_and_dtypes(rank: int, kind: Kind) -> Any:
     told: list[str] = []
     for state_of in (lambda: reference(dtype=torch.float64), lambda: fdsd.capture(build(kind, 1)).model):
         model = build(kind, 2, dtype=torch.bfloat16)
         state: Any = state_of()
         before = local_values(model)
         with pytest.raises(SpecMismatch, match="dtype=") as caught:
-            fdsd.restore(state, model, group=groups())
+            fdsd.restore(state, model, group=group())
         same(local_values(model), before)
         told.append(str(caught.value))
-        fdsd.restore(state, model, group=groups(), dtype="target")
+        fdsd.restore(state, model, group=group(), dtype="target")
         oracle = plain(2, dtype=torch.bfloat16)
         oracle.load_state_dict(reference())
         same(full(model), dict(oracle.state_dict()))
@@ -374,7 +380,7 @@ def at(model: Any, path: str) -> Any:
 
 
 @AUDIT.check(meta=True)
-def loading_gives_memory_dtype_and_ties(rank: int, kind: Kind) -> None:
+def on_meta(rank: int, kind: Kind) -> None:
     """Seen: tied weights come back as separate parameters; bfloat16 becomes float32; buffers stay on meta unsaid."""
     expected = {
         name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -394,10 +400,10 @@ def loading_gives_memory_dtype_and_ties(rank: int, kind: Kind) -> None:
 
 
 @AUDIT.check(meta=True)
-def restore_reports_or_initialises(rank: int, kind: Kind) -> None:
+def restore_on_meta(rank: int, kind: Kind) -> None:
     for state_of in (reference, lambda: fdsd.capture(build(kind, 1)).model):
         model = build(kind, device="meta")
-        report = fdsd.restore(state_of(), model, group=groups())
+        report = fdsd.restore(state_of(), model, group=group())
         assert report.left_on_meta == ("cache",) and at(model, "cache").is_meta
         same(full(model), reference())
         assert at(model, "head.weight") is at(model, "embed.weight")
@@ -406,7 +412,7 @@ def restore_reports_or_initialises(rank: int, kind: Kind) -> None:
         report = fdsd.restore(
             fdsd.drop("units.1.{_...}", "table")(state_of()),
             model,
-            group=groups(),
+            group=group(),
             allow_missing=["units.1.{_...}", "table"],
             init=lambda fqn, spec: torch.arange(spec.numel, dtype=spec.dtype).reshape(spec.shape),
         )
@@ -429,7 +435,7 @@ def what_is_missing_stays_on_meta_and_is_named(rank: int, kind: Kind) -> Any:
             set_model_state_dict(model, given(way, rank, content, None), options=options_of(way))
         assert all(getattr(t, "_local_tensor", t).is_meta for t in model.parameters())
     with pytest.raises(UnknownName, match=r"units\.1\.down\.weight") as caught:
-        fdsd.restore(content, model, group=groups())
+        fdsd.restore(content, model, group=group())
     assert all(getattr(t, "_local_tensor", t).is_meta for t in model.parameters())
     options = options_of("broadcast", strict=False)
     with pytest.warns(UserWarning, match=r"still on the meta device.*'units\.1\.down\.weight'"):
@@ -441,19 +447,17 @@ def what_is_missing_stays_on_meta_and_is_named(rank: int, kind: Kind) -> Any:
 
 
 @AUDIT.check()
-def names(rank: int, kind: Kind) -> Any:
+def names_of_restore(rank: int, kind: Kind) -> Any:
     model, source = build(kind, 2), build(kind, 1)
     told: list[Any] = []
-    for state_of, bad in itertools.product(
-        (reference, lambda: dict(fdsd.capture(source).model)), range(dist.get_world_size())
-    ):
+    for state_of, bad in itertools.product((reference, lambda: dict(fdsd.capture(source).model)), range(num_ranks())):
         state = state_of()
         if rank == bad:
             state = {**spoiled(state, "missing", bad), "stray": torch.ones(1)}
         items = [(name, id(value)) for name, value in state.items()]
         before = local_values(model)
         with case(bad), pytest.raises(FdsdError) as caught:
-            fdsd.restore(state, model, group=groups())
+            fdsd.restore(state, model, group=group())
         same(local_values(model), before)
         assert [(name, id(value)) for name, value in state.items()] == items
         told.append((type(caught.value).__name__, str(caught.value)))
@@ -461,42 +465,42 @@ def names(rank: int, kind: Kind) -> Any:
 
 
 @AUDIT.check()
-def the_same_filter_both_ways(rank: int, kind: Kind) -> None:
+def the_same_filter(rank: int, kind: Kind) -> None:
     model, source = build(kind, 2), build(kind, 1)
     keep = fdsd.filter_frozen(fdsd.describe(source))
-    state = fdsd.materialize(keep(fdsd.capture(source).model), group=groups())
-    report = fdsd.restore(state, model, group=groups(), filter=keep)
+    state = fdsd.materialize(keep(fdsd.capture(source).model), group=group())
+    report = fdsd.restore(state, model, group=group(), filter=keep)
     assert report.missing == report.unexpected == ()
     same(full(model), {**reference(), **{name: reference(2)[name] for name in FROZEN}})
     with pytest.raises(UnknownName, match=r"frozen\.first\.weight"):
-        fdsd.restore(state, model, group=groups())
+        fdsd.restore(state, model, group=group())
 
 
 @AUDIT.check()
-def a_file_with_one_of_the_tied_names(rank: int, kind: Kind) -> None:
+def one_tied_name(rank: int, kind: Kind) -> None:
     """Seen: such a file is "missing a key"."""
     for lost in ("embed.weight", "head.weight"):
         model = build(kind, 2)
         state = {name: value for name, value in reference().items() if name not in (lost, FROZEN[0])}
-        report = fdsd.restore(state, model, group=groups())
+        report = fdsd.restore(state, model, group=group())
         assert report.missing == report.unexpected == report.untied == ()
         same(full(model), reference())
 
 
 @AUDIT.check()
-def none_is_a_value(rank: int, kind: Kind) -> None:
+def values_of_extra_state(rank: int, kind: Kind) -> None:
     """Seen: a missing one hands the module a private object; ``None`` is "missing"."""
-    for value, way in itertools.product((None, {"a": [1, (2,)]}, torch.arange(3)), WAYS):
-        model, source = build(kind, 2), build(kind, 1)
-        content = {**reference(), "noted._extra_state": value}
-        state = given(way, rank, content, source)
-        if way == "sharded":
-            state["noted._extra_state"] = value
-        set_model_state_dict(model, state, options=options_of(way))
-        same(full(model)["noted._extra_state"], value)
-        source = build(kind, 2)
-        fdsd.restore(content, source, group=groups())
-        same(full(source)["noted._extra_state"], value)
+    model, source = build(kind, 2), build(kind, 1)
+    values: Any = (None, {"a": [1, (2,)]}, torch.arange(3))
+    for value, way in itertools.product(values, WAYS):
+        with case(value, way):
+            state = given(way, rank, reference(), source)
+            if state:
+                state["noted._extra_state"] = value
+            set_model_state_dict(model, state, options=options_of(way))
+            same(get_model_state_dict(model)["noted._extra_state"], value)
+    fdsd.restore({**reference(), "noted._extra_state": None}, model, group=group())
+    assert get_model_state_dict(model)["noted._extra_state"] is None
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -22,6 +22,7 @@ from fdsd.data.grouping import (
     group_unindexed,
 )
 from fdsd.data.problem import Problem, describe
+from fdsd.data.rules import RuleTable
 from fdsd.data.template import Template
 
 
@@ -422,3 +423,25 @@ def test_a_hundred_thousand_names() -> None:
     stacked = group_indexed(T("l.{i}.e.{e}.{x|q|k|w}"), T("l.{i}.{x}"), names)
     assert stacked.problems == []
     assert [group.target for group in stacked.groups][:3] == ["l.0.q", "l.0.k", "l.0.w"]
+
+
+def test_thousands_of_names_written_out_take_no_walk_each() -> None:
+    """The work grows with the names and the patterns, not with their product: counted, not timed."""
+
+    class Counting(str):
+        __slots__ = ()
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counting.compared += 1
+            return str.__eq__(self, other)  # type: ignore[arg-type]
+
+        __hash__ = str.__hash__
+
+    names = [Counting(f"part{i}") for i in range(300)]
+    found = group_many([Template(str(name)) for name in names], Template("all"), names)
+    assert found.problems == [] and len(found.groups[0].members) == 300
+    assert Counting.compared < 20 * 300
+    Counting.compared = 0
+    RuleTable.make([(Template(f"prat{i}"), Template(f"x{i}")) for i in range(300)]).apply(names)
+    assert Counting.compared < 60 * 300

@@ -90,7 +90,7 @@ def test_a_tied_state_loads_into_untied_weights() -> None:
     fdsd.restore({**model.state_dict(), **dict.fromkeys(("embed.weight", "head.weight"), NEW["embed.weight"])}, model)
     a, b = embed(model)
     assert a is not b and torch.equal(a, b) and torch.equal(a, NEW["embed.weight"])
-    empty: Any = meta(lambda: untied())
+    empty: Any = meta(untied)
     fdsd.restore(fdsd.defer(model.state_dict()), empty, init=lambda fqn, spec: torch.zeros(spec.shape))
     a, b = embed(empty)
     assert a is not b and torch.equal(a, b) and a.data_ptr() != b.data_ptr()
@@ -145,7 +145,7 @@ def test_what_is_missing_and_on_meta_is_made_or_refused() -> None:
         fdsd.restore(state, model, allow_missing="adapter.{_}", init=lambda fqn, spec: None)
     assert all(p.is_meta for p in model.parameters())
     report = fdsd.restore(state, model, allow_missing="adapter.{_}", init=lambda fqn, spec: torch.full(spec.shape, 7.0))
-    assert report.initialised == ("adapter.weight", "cache") and report.missing == ("adapter.weight",)
+    assert set(report.initialised) == {"adapter.weight", "cache"} and report.missing == ("adapter.weight",)
     assert torch.equal(model.adapter.weight, torch.full((5, 5), 7.0)) and not model.adapter.weight.requires_grad
 
 
@@ -254,7 +254,7 @@ def test_extra_states() -> None:
     state = model.state_dict()
     report = fdsd.restore(fdsd.drop("counter._extra_state")(state), model, allow_missing="counter._extra_state")
     assert report.missing == ("counter._extra_state",) and model.counter.note == {"seen": 3}
-    with pytest.raises(UnknownName, match="'counter._extra_state'"):
+    with pytest.raises(UnknownName, match=r"'counter\._extra_state'"):
         fdsd.restore(fdsd.drop("counter._extra_state")(state), model)
     fdsd.restore({**state, "counter._extra_state": None}, model)
     assert model.counter.note is None
@@ -473,7 +473,7 @@ def test_a_filter_is_for_the_optimizer_too() -> None:
     optimizer = trained(target)
     before, old = values(target), moments(target, optimizer)
     keep = fdsd.drop("blocks.1.{_...}")
-    with pytest.raises(UnknownName, match="filter leaves 'blocks.1"):
+    with pytest.raises(UnknownName, match=r"filter leaves 'blocks\.1"):
         fdsd.restore(whole.optim, target, optimizer, filter=keep)  # type: ignore[arg-type]
     fdsd.restore(keep(whole), target, optimizer, filter=keep)
     now = moments(target, optimizer)
@@ -491,7 +491,7 @@ def test_what_may_be_missing_keeps_its_optimizer_state() -> None:
     part = fdsd.drop("blocks.1.{_...}")(fdsd.capture(source, trained(source)))
     optimizer = trained(target)
     old = moments(target, optimizer)
-    with pytest.raises(UnknownName, match="blocks.1"):
+    with pytest.raises(UnknownName, match=r"blocks\.1"):
         fdsd.restore(part, target, optimizer)
     fdsd.restore(part, target, optimizer, allow_missing="blocks.1.{_...}")
     assert torch.equal(moments(target, optimizer)["blocks.1.up.weight"], old["blocks.1.up.weight"])

@@ -54,7 +54,7 @@ def test_leaves_on_several_meshes() -> None:
 
 def test_tied_names_share_a_shard_and_plain_leaves_are_themselves() -> None:
     fused = Layout(Mesh({"tp": 2}), [Shard(0, parts=[3, 2])])
-    state = shard_with({"w": fused})({"w": W, "tied": W, "b": W + 1, "lazy": defer({"x": W})["x"]})
+    state = shard_with({"w": fused})({"w": W, "tied": W, "b": W + 1, "lazy": defer({"x": W + 2})["x"]})
     local = local_shards(state, 1)
     assert local["w"] is local["tied"] and local["b"] is state["b"] and local["lazy"] is state["lazy"]
 
