@@ -10,7 +10,7 @@ from attrs import define, field
 from torch import nn
 from torch.optim import Optimizer
 
-from fdsd.data.values import is_dict
+from fdsd.data.values import is_dict, is_sequence
 
 __all__ = ["Backup", "OptimizerBackup"]
 
@@ -102,9 +102,8 @@ class OptimizerBackup:
             self._dicts.append((value, dict(value)))
             for item in value.values():
                 self._add(item)
-        elif isinstance(value, list | tuple):
-            items: Any = value
-            for item in items:
+        elif is_sequence(value):
+            for item in value:
                 self._add(item)
         elif isinstance(value, torch.Tensor) and id(value) not in self._values:
             local = _local(value)

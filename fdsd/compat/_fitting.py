@@ -98,7 +98,7 @@ def _misfit(name: str, live: LiveTensor, value: Any, whole: bool) -> str | None:
             f"size mismatch for {name}: copying a param with shape {torch.Size(given)} from checkpoint, the shape in "
             f"current model is {torch.Size(shape)}."
         )
-    if is_exact(value) and value.is_meta and not target.is_meta:
+    if is_exact(value) and isinstance(value, torch.Tensor) and value.is_meta and not target.is_meta:
         return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
     if is_exact(value) and not whole and (live.flat is not None or is_dtensor(target)):
         return (

@@ -130,8 +130,10 @@ class Cut:
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _as_sharded_tensor(self, local: torch.Tensor) -> Any:
-        from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
-        from torch.distributed._shard.sharding_spec import ShardMetadata
+        from torch.distributed._shard.metadata import ShardMetadata
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+        from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+        from torch.distributed._shard.sharded_tensor.shard import Shard
 
         group, device = self.flat.handle.process_group, local.device
         ranks = dist.get_process_group_ranks(group)

@@ -86,7 +86,7 @@ class Backup:
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for module in {id(one): one for top in modules for one in top.modules()}.values():
             for table in (module._parameters, module._buffers):
-                self._tables.append((table, dict(table)))  # type: ignore[arg-type]
+                self._tables.append((table, dict(table)))
                 for tensor in table.values():
                     if tensor is not None and id(tensor) not in self._values and not _local(tensor).is_meta:
                         local = _local(tensor).detach()

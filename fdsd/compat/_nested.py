@@ -65,7 +65,7 @@ def _bounded(walk: _F) -> _F:
 
 def _items(tree: Any) -> list[tuple[Any, Any]] | None:
     """Give the children of a container by key or index; ``None`` for a leaf."""
-    kind = _container(type(tree))
+    kind = _container(type(tree))  # type: ignore[arg-type]  # classes have hashes
     if kind is None:
         return None
     return list(tree.items()) if kind is Mapping else list(enumerate(tree))

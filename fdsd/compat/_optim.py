@@ -88,7 +88,7 @@ def read_state(modules: Modules, optimizers: Sequence[Optimizer]) -> OptimState:
 
 
 def _dampened(state: OptimState) -> Iterator[tuple[str, Any]]:
-    column = state.slots.get("momentum_buffer", {})
+    column: Mapping[str, Any] = state.slots.get("momentum_buffer", {})
     for group in state.groups:
         if group.options.get("dampening"):
             yield from [(fqn, column[fqn]) for fqn in group.fqns if fqn in column]

@@ -6,10 +6,10 @@ Where values lie in live optimizers, and how they are put there, ``comms`` knows
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch.optim import Optimizer
 
 from fdsd.algebra.apply import defer_leaf
@@ -26,14 +26,13 @@ from fdsd.compat._errors import LoadError
 from fdsd.compat._group import default_world, has_group
 from fdsd.compat._kinds import is_sharded_tensor
 from fdsd.compat._meetings import Meeting, Meetings, meetings_of
-from fdsd.compat._nested import leaves_of
 from fdsd.compat._optim import as_state, is_by_id, own_methods, without_unused
 from fdsd.compat._options import StateDictOptions
 from fdsd.compat._rank0 import RankZero, announced, outline_of_tree
 from fdsd.compat._verdict import Findings, agreed
 from fdsd.data.columns import Slot, as_path
 from fdsd.data.optim import OptimState
-from fdsd.data.spec import TensorSpec, is_exact
+from fdsd.data.spec import VirtualTensor, is_exact
 from fdsd.engine.request import Request
 from fdsd.layout.wants import local_shape_of
 
@@ -82,8 +81,20 @@ class _Plan:
             made.add(_name(place), request, everywhere=self.everywhere)
         return made
 
-    def carried_out(self, agreed: Collection[Meeting]) -> dict[Place, torch.Tensor]:
+    def carried_out(self, state: OptimState, agreed: Collection[Meeting]) -> OptimState:
         """Bring all values to where they are wanted, and give them as ``write_optimizers`` takes them."""
+        made = self._values(agreed)
+        slots = {
+            slot: {
+                fqn: made[slot, fqn] if (slot, fqn) in made else fresh_copy(value)
+                for fqn, value in column.items()
+                if (slot, fqn) in made or (slot, fqn) not in self.targets
+            }
+            for slot, column in state.slots.items()
+        }
+        return state.replace(slots=slots)
+
+    def _values(self, agreed: Collection[Meeting]) -> dict[Place, torch.Tensor]:
         outs = {place: self._memory(place) for place in (*self.here, *self.nodes)}
         pairs: list[Pair] = []
         for place, local in self.here.items():
@@ -96,9 +107,10 @@ class _Plan:
         copy_pairs(pairs)
         found: dict[Place, torch.Tensor] = {}
         for place, out in outs.items():
-            local = made.get(_name(place), out)
-            if local is not None:
-                found[place] = self.targets[place].finished(local)
+            delivered = made.get(_name(place))
+            memory = out if delivered is None else delivered
+            if memory is not None:
+                found[place] = self.targets[place].finished(memory)
         return found
 
     def _memory(self, place: Place) -> torch.Tensor | None:
@@ -128,7 +140,13 @@ def _local_part(value: Any, target: SlotTarget) -> torch.Tensor | None:
 
 @define(eq=False)
 class OptimLoading:
-    """A state dict on its way into optimizers: all has been checked, on all ranks, and nothing has been written."""
+    """A state dict on its way into optimizers: all has been checked, on all ranks, and nothing has been written.
+
+    Attributes:
+        collective: The meetings in which values come from other ranks.
+        state: What is written; ``None`` for nothing.
+        plan: What has to be done with its values first; ``None`` if they are all here, as they are wanted.
+    """
 
     modules: Modules
     optimizers: Sequence[Optimizer]
@@ -153,7 +171,7 @@ class OptimLoading:
             LoadError: It does not fit.
         """
         mine, state, plan, fault = Findings(), None, None, None
-        meetings = meetings_of(modules, leaves_of(osd).values() if isinstance(osd, Mapping) else (), options)
+        meetings = meetings_of(modules, (), options)
         if options.broadcast_from_rank0 and (world := default_world()) is not None:
             osd = announced(osd, world, outline_of_tree, None)
         try:
@@ -161,8 +179,13 @@ class OptimLoading:
                 mine = _nothing(osd, options)
             else:
                 with own_methods(optimizers):
-                    state = _deferred(without_unused(as_state(osd, modules, optimizers, options)))
-                    plan, mine = _planned(state, modules, optimizers, options, meetings, by_id=is_by_id(osd))
+                    state = without_unused(as_state(osd, modules, optimizers, options))
+                    mine = _checked(state, modules, optimizers, options, by_id=is_by_id(osd))
+                    values = [value for column in state.slots.values() for value in column.values()]
+                    if meetings or not all(map(_is_here, values)):
+                        state = _deferred(state)
+                        meetings = meetings_of(modules, values, options)
+                        plan = _planned(state, modules, optimizers, options, meetings, mine)
         except Exception as error:  # the other ranks have to hear of it
             fault = error
         verdict = agreed(mine, fault, meetings)
@@ -174,26 +197,21 @@ class OptimLoading:
 
     def write(self) -> None:
         """Write it. Collective, if values come from other ranks."""
-        if self.state is None or self.plan is None:
+        if self.state is None:
             return
-        made = self.plan.carried_out(self.collective)
-        slots = {
-            slot: {
-                fqn: made[slot, fqn] if (slot, fqn) in made else fresh_copy(value)
-                for fqn, value in column.items()
-                if (slot, fqn) in made or (slot, fqn) not in self.plan.targets
-            }
-            for slot, column in self.state.slots.items()
-        }
+        state = self.state
+        dtype: Literal["target", "source"] = "target"
+        if self.plan is not None:
+            state, dtype = self.plan.carried_out(self.state, self.collective), "source"
         with own_methods(self.optimizers):
             write_optimizers(
-                evolve(self.state, slots=slots),
+                state,
                 self.modules,
                 self.optimizers,
                 require="nothing",  # what is required was checked
                 allow_unexpected=True,
-                adopt=True,
-                dtype="source",
+                adopt=self.plan is not None,  # by then the tensors are ours
+                dtype=dtype,
             )
 
 
@@ -221,23 +239,37 @@ def _nothing(osd: Any, options: StateDictOptions) -> Findings:
     )
 
 
+def _is_here(value: Any) -> bool:
+    """Tell whether a value is a plain tensor, or holds no tensor that is anything else."""
+    return is_exact(value) or not isinstance(value, torch.Tensor | VirtualTensor)
+
+
+def _checked(
+    state: OptimState,
+    modules: Modules,
+    optimizers: Sequence[Optimizer],
+    options: StateDictOptions,
+    *,
+    by_id: bool,
+) -> Findings:
+    require: Require = "nothing" if not options.strict else "listed" if by_id else "state"
+    problems = check_write(state, modules, optimizers, require=require, allow_unexpected=True)
+    return Findings(errors=[problem.message for problem in problems])
+
+
 def _planned(
     state: OptimState,
     modules: Modules,
     optimizers: Sequence[Optimizer],
     options: StateDictOptions,
     meetings: Sequence[Meeting],
-    *,
-    by_id: bool,
-) -> tuple[_Plan, Findings]:
-    require: Require = "nothing" if not options.strict else "listed" if by_id else "state"
-    problems = check_write(state, modules, optimizers, require=require, allow_unexpected=True)
+    findings: Findings,
+) -> _Plan:
     targets = slot_targets(modules, optimizers, state)
-    errors = [problem.message for problem in problems]
     if not options.full_state_dict:
-        errors += [
-            f"The optimizer state {slot!r} of {fqn!r} is a whole tensor, and the parameter is sharded. Whole tensors are "
-            "loaded with StateDictOptions(full_state_dict=True)."
+        findings.errors += [
+            f"The optimizer state {slot!r} of {fqn!r} is a whole tensor, and the parameter is sharded. Whole tensors "
+            "are loaded with StateDictOptions(full_state_dict=True)."
             for (slot, fqn), target in targets.items()
             if target.placement is not None and is_exact(state.slots[slot][fqn])
         ]
@@ -245,4 +277,5 @@ def _planned(
     if options.broadcast_from_rank0 and has_group():
         from_zero = RankZero({_name((slot, fqn)): state.slots[slot][fqn] for slot, fqn in targets})
     plan = _Plan.of(state, targets, from_zero, meetings)
-    return plan, Findings(errors=errors, collective=plan.meetings({}).collective)
+    findings.collective = plan.meetings({}).collective
+    return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Union
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 __all__ = [

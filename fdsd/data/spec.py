@@ -167,7 +167,7 @@ def spec_of(leaf: Any) -> TensorSpec | None:
     if isinstance(leaf, TensorSpec):
         return leaf
     if isinstance(leaf, torch.Tensor):
-        if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(leaf, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer):
             raise Unsupported(
                 "An uninitialized parameter of a lazy module has no shape yet; run the module once, then take its "
                 "state."

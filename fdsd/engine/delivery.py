@@ -166,6 +166,7 @@ class _Run:
         with torch.no_grad():
             for i, message in zip(range(start, stop), to_list(rounds.arrivals[start:stop]), strict=True):
                 exchange.advance(message - first)
+                exchange.keep_up(i)
                 self._finish(i)
             exchange.finish()
             self._settle(stop - 1)

@@ -99,9 +99,10 @@ class Asked:
         if not is_mapping(weights):
             raise Unsupported(f"restore: a state is a mapping of names to leaves, not {type(weights).__name__}.")
         modules = read_modules(model)
-        several = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+        several = isinstance(optimizers, Iterable)
+        given: list[Any] = [*optimizers] if several else [optimizers]
         kind = "optimizer" if isinstance(state, OptimState) else "model" if weights or optim else "nothing"
-        return cls(kind, weights, optim, modules, specs_of(modules), several, rules)
+        return cls(kind, weights, optim, modules, specs_of(modules), tuple(given), rules)
 
 
 @frozen(eq=False)

@@ -118,6 +118,19 @@ class Exchange:
                 pass
             self._complete()
 
+    def keep_up(self, tensor: int) -> None:
+        """Post what may be under way while a tensor is copied; wait for messages of earlier ones only if it has to.
+
+        So a rank that sends does not copy all that it keeps before it begins to send.
+        """
+        while self._post():
+            pass
+        _, _, _, bounds, instances, *_ = self._columns
+        while self._next < len(bounds) - 1 and instances[bounds[self._posted[0].number]] < tensor:
+            self._complete()
+            while self._post():
+                pass
+
     def finish(self) -> None:
         """Complete all messages."""
         self.advance(len(self._columns[0]) - 1)

@@ -99,7 +99,8 @@ def restore(
 
 
 def _several(which: Which) -> tuple[Which, ...]:
-    return () if isinstance(which, tuple | list) and not which else (which,)
+    """Give what ``choice`` takes: names that are none at all are no slip here."""
+    return () if which in ((), []) else (which,)
 
 
 def _dtype_rule(dtype: Any) -> DtypeRule:

@@ -141,14 +141,15 @@ class Views:
     def part(self, overlap: int, part: int) -> Part:
         """Give a part of an overlap."""
         found = self._parts.get((overlap, part))
-        if found is None:
-            wiring = self.wiring
-            if part == ALL:
-                pair = wiring.regions[overlap], wiring.spots[overlap]
-            else:
-                pair = wiring.parts(overlap)[part]
-            found = self._parts[overlap, part] = Part(self, overlap, *pair)
-        return found
+        if found is not None:
+            return found
+        wiring = self.wiring
+        if part == ALL:
+            self._parts[overlap, ALL] = Part(self, overlap, wiring.regions[overlap], wiring.spots[overlap])
+        else:  # all of them: to cut an overlap takes as long as it has parts
+            for i, (region, spot) in enumerate(wiring.parts(overlap)):
+                self._parts[overlap, i] = Part(self, overlap, region, spot)
+        return self._parts[overlap, part]
 
     def check(self, origin: int, memory: torch.Tensor) -> None:
         """Raise if the memory of a source tensor is not what its placement says.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,12 @@ def experts(rank: int, seed: int = 0) -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(seed)
     model = Moe()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    pairs = mesh_of(2, 2, names=("rep", "ep"))["ep"]
-    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), pairs, [TorchShard(0)]))
-    fully_shard(model, mesh=mesh_of(4, names=("dp",)), ignored_params={model.experts})
+    pairs, every = mesh_of(2, 2, names=("rep", "ep"))["ep"], mesh_of(4, names=("dp",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.6 warns of random numbers on the CPU
+        model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), pairs, [TorchShard(0)]))
+        model.gate = nn.Parameter(distribute_tensor(model.gate.detach(), every, [TorchShard(0)]))
+    fully_shard(model.dense, mesh=every)
     return model, expected
 
 
