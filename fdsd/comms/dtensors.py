@@ -20,8 +20,8 @@ from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.spans import view_of
 from fdsd.data.errors import FdsdError, SpecMismatch, Unsupported, listing
-from fdsd.data.protocols import Piece
 from fdsd.data.place import Place
+from fdsd.data.protocols import Piece
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, is_exact, known_spec
 from fdsd.data.statedict import StateDict

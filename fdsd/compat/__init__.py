@@ -1,1 +1,3 @@
-"""Drop-ins for torch's own state-dict modules: changing the import is all that their users do. Names live in the modules."""
+"""Drop-ins for torch's own state-dict modules: changing the import is all that their users do. Names live in the
+modules.
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -42,7 +43,8 @@ def copy_pairs(pairs: Sequence[Pair]) -> None:
     """
     plain = [pair for pair in pairs if _is_plain(*pair)]
     if plain:
-        torch._foreach_copy_([target for _, target in plain], [source for source, _ in plain])  # pyright: ignore[reportPrivateUsage]
+        copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        copy_all([target for _, target in plain], [source for source, _ in plain])
     for source, target in pairs:
         if not _is_plain(source, target):
             copy_elements(source, target)

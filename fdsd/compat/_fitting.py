@@ -141,8 +141,8 @@ def told(missing: Sequence[str], unexpected: Sequence[str], errors: Sequence[str
 
     >>> print(told(["a"], [], ["b is odd"], "Net"))
     Error(s) in loading state_dict for Net:
-    	Missing key(s) in state_dict: "a". 
-    	b is odd
+        Missing key(s) in state_dict: "a".
+        b is odd
     """
     lines = list(errors)
     for what, names in (("Unexpected", unexpected), ("Missing", missing)):

@@ -63,7 +63,9 @@ def shown(columns: Columns, modules: Modules, options: StateDictOptions) -> Colu
     made: dict[str, torch.Tensor] = {}
     for ranks in sorted(meetings):  # in the same order on all ranks
         made.update(plan_delivery(meetings[ranks], world_over(frozenset(ranks)), rank=this_rank()).run())
-    finished = {names[place]: cuts[place].shown(made.get(names[place])) for place in lazy if sources[place] == names[place]}
+    finished = {
+        names[place]: cuts[place].shown(made.get(names[place])) for place in lazy if sources[place] == names[place]
+    }
     return {
         key: {fqn: finished[sources[key, fqn]] if (key, fqn) in sources else leaf for fqn, leaf in column.items()}
         for key, column in columns.items()
@@ -91,9 +93,7 @@ class Cut:
     options: StateDictOptions
 
     @classmethod
-    def of(
-        cls, modules: Modules, fqn: str, leaf: Lazy, meshes: Mapping[int, Any], options: StateDictOptions
-    ) -> Cut:
+    def of(cls, modules: Modules, fqn: str, leaf: Lazy, meshes: Mapping[int, Any], options: StateDictOptions) -> Cut:
         """Find how a parameter is shown; ``meshes`` by the identity of FSDP's handles."""
         flat = _flat_of(modules, fqn)
         assert flat is not None
@@ -141,7 +141,7 @@ class Cut:
         shards: list[Shard] = []
         for rank in ranks:
             for block in self.layout.blocks(self.shape, rank):
-                where = f"rank:{rank}/{device.type}" + ("" if device.index is None else f":{rank % _per_node()}")
+                where = f"rank:{rank}/{device.type}" + (f":{rank % _per_node()}" if device.type != "cpu" else "")
                 pieces.append(ShardMetadata(list(block.starts), list(block.sizes), where))
                 if rank == this_rank():
                     shards.append(Shard(local, pieces[-1]))
@@ -153,7 +153,8 @@ class Cut:
             pin_memory=False,
         )
         metadata = ShardedTensorMetadata(pieces, torch.Size(self.shape), properties)
-        make: Any = ShardedTensor._init_from_local_shards_and_global_metadata  # as FSDP itself makes them
+        kind: Any = ShardedTensor
+        make: Any = kind._init_from_local_shards_and_global_metadata  # as FSDP itself makes them
         return make(shards, sharded_tensor_metadata=metadata, process_group=group)
 
 
@@ -168,11 +169,11 @@ def _wrappers(modules: Modules) -> Iterator[Any]:
                 yield module
 
 
-
 def with_rows_from_elsewhere(state: OptimState, modules: Modules) -> OptimState:
     """Add the state of parameters of which this rank holds nothing, as the ranks that hold something tell it.
 
-    With original parameters, FSDP1 gives an optimizer no state for what lies on other ranks only; every rank shows it all
+    With original parameters, FSDP1 gives an optimizer no state for what lies on other ranks only; every rank shows it
+    all
     the same. Collective, if there are flat parameters that lie over ranks.
 
     Args:

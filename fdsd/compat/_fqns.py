@@ -5,7 +5,7 @@ Values, optimizers and process groups are unknown here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -55,8 +55,9 @@ def get_fqns(model: nn.Module, name: str, modifiers: str, dropped: frozenset[str
 
 
 def _child(model: nn.Module, name: str, at: Any, segment: str, modifiers: str) -> Any:
-    shown = getattr(at, modifiers, None)
-    real = shown().get(segment) if callable(shown) else None
+    shown: Any = getattr(at, modifiers, None)
+    children: Any = cast("Any", shown()) if callable(shown) else {}
+    real: str | None = children.get(segment)
     for candidate in (real, segment):
         if candidate is not None and hasattr(at, candidate):
             return getattr(at, candidate)

@@ -85,4 +85,3 @@ def world_of_ranks(ranks: frozenset[int]) -> World | None:
         f"Tensors lie over the ranks {sorted(ranks)}, and no process group has exactly these. Make one with "
         "torch.distributed.new_group(ranks) on all of them."
     )
-

@@ -25,7 +25,6 @@ from fdsd.compat._kinds import is_sharded_tensor
 from fdsd.compat._machines import Backup, Ran, run_machine
 from fdsd.compat._meetings import Meeting, Meetings
 from fdsd.compat._rank0 import RankZero
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import listing
 from fdsd.data.spec import is_exact
 from fdsd.engine.request import Request
@@ -64,11 +63,10 @@ class Load:
     def plan(self) -> None:
         """Find out what has to be done; nothing is written."""
         tensors = self.modules.tensors
-        with collector_paused():
-            for name, source in self.fit.loads.items():
-                live = tensors[name]
-                if not self._is_direct(live, self.state[source]):
-                    self._ask(self.requests, name, self._request(live, source, fresh=is_meta(live)))
+        for name, source in self.fit.loads.items():
+            live = tensors[name]
+            if not self._is_direct(live, self.state[source]):
+                self._ask(self.requests, name, self._request(live, source, fresh=is_meta(live)))
         for names in self.fit.machines.values():
             for name in names:
                 if self._is_wanted(name):
@@ -98,10 +96,10 @@ class Load:
             self.pairs.append((value if value.ndim == target.ndim else value.reshape(target.shape), target))
             return True
         theirs: Any = value
-        if is_dtensor(target) and is_dtensor(value) and not is_meta(live):
-            if target.device_mesh == theirs.device_mesh and target.placements == theirs.placements:
-                self.pairs.append((theirs._local_tensor, target._local_tensor))
-                return True
+        both = is_dtensor(target) and is_dtensor(value) and not is_meta(live)
+        if both and target.device_mesh == theirs.device_mesh and target.placements == theirs.placements:
+            self.pairs.append((theirs._local_tensor, target._local_tensor))
+            return True
         return False
 
     def _node(self, source: str) -> Lazy | None:
@@ -183,9 +181,10 @@ def _tell_fsdp(live: LiveTensor) -> None:
     """Let FSDP2 find the new tensor, as it does after ``load_state_dict(assign=True)``."""
     from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]  # what its hook takes
 
-    for hook in live.owner._load_state_dict_post_hooks.values():
+    owner: Any = live.owner
+    for hook in owner._load_state_dict_post_hooks.values():
         if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
-            hook(live.owner, _IncompatibleKeys([], []))
+            hook(owner, _IncompatibleKeys([], []))
 
 
 def _warn_of_meta(modules: Modules) -> None:

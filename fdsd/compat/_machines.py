@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -40,7 +40,8 @@ def run_machine(
     """
     if any(wrapped_as(type(one)) == FSDP1_WRAPPED for one in machine.module.modules()):
         raise LoadError(
-            f"{machine}: flat parameters of FSDP below it cannot be written through code that knows nothing of them. Load "
+            f"{machine}: flat parameters of FSDP below it cannot be written through code that knows nothing of "
+            "them. Load "
             "before wrapping, or use fully_shard()."
         )
     given: OrderedDict[str, Any] = OrderedDict([(machine.spell(name), value) for name, value in values.items()])
@@ -55,7 +56,9 @@ def run_machine(
         found = _loader(machine.module)(given, strict=False, **({"assign": True} if assign else {}))
     except Exception as error:  # whatever a method of the user's raises
         return Ran([], [], [f"{machine}: {error}"])
-    missing, unexpected = found if isinstance(found, tuple) else ((), ())
+    told: Any = cast("Any", found) if isinstance(found, tuple) else ((), ())
+    missing: list[str] = list(told[0])
+    unexpected: list[str] = list(told[1])
     return Ran(
         [names.get(key, machine.prefix + key) for key in missing],
         [names.get(key, machine.prefix + key) for key in unexpected],
@@ -84,7 +87,8 @@ class Backup:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for module in {id(one): one for top in modules for one in top.modules()}.values():
+        every: list[Any] = list({id(one): one for top in modules for one in top.modules()}.values())
+        for module in every:
             for table in (module._parameters, module._buffers):
                 self._tables.append((table, dict(table)))
                 for tensor in table.values():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, cast
 
 from torch import nn
 
@@ -18,7 +18,15 @@ from fdsd.compat._options import StateDictOptions
 from fdsd.compat._plain import plain_values
 from fdsd.data.errors import NameConflict, UnknownName, listing
 
-__all__ = ["expected_names", "live_state", "live_values", "of_submodules", "read_model", "refuse_empty", "submodule_prefixes"]
+__all__ = [
+    "expected_names",
+    "live_state",
+    "live_values",
+    "of_submodules",
+    "read_model",
+    "refuse_empty",
+    "submodule_prefixes",
+]
 
 
 def read_model(model: Any, options: StateDictOptions) -> Modules:
@@ -43,12 +51,10 @@ def expected_names(modules: Modules, options: StateDictOptions) -> Collection[st
     if not options.ignore_frozen_params:
         return modules.names
     tensors = modules.tensors
-    frozen = {
-        live.tied_to or name
-        for name, live in tensors.items()
-        if live.kind == "parameter" and not live.trainable
-    }
-    return [name for name in modules.names if (tensors[name].tied_to or name if name in tensors else name) not in frozen]
+    frozen = {live.tied_to or name for name, live in tensors.items() if live.kind == "parameter" and not live.trainable}
+    return [
+        name for name in modules.names if (tensors[name].tied_to or name if name in tensors else name) not in frozen
+    ]
 
 
 def live_state(model: Any, options: StateDictOptions) -> OrderedDict[str, Any]:
@@ -109,7 +115,8 @@ def submodule_prefixes(model: nn.Module, submodules: Any, options: StateDictOpti
         stacklevel=3,
     )
     wanted = set(submodules)
-    paths = {module: path for path, module in model.named_modules() if module in wanted}
+    named: Iterable[tuple[str, nn.Module]] = cast("Any", model).named_modules()
+    paths = {module: path for path, module in named if module in wanted}
     if strays := [type(module).__name__ for module in wanted if module not in paths]:
         raise UnknownName(f"submodules: {listing(strays)} are no part of this {type(model).__name__}.")
     return [prefix_of(model, path, options.dsd_fqn_modifiers) for path in paths.values()]
@@ -132,7 +139,8 @@ def of_submodules(state: Mapping[str, Any], prefixes: list[str], options: StateD
         first = made.setdefault(name[len(prefix) :], name)
         if first != name:
             raise NameConflict(
-                f"keep_submodule_prefixes=False: {listing([first, name])} are the same without their prefixes. Read the "
+                f"keep_submodule_prefixes=False: {listing([first, name])} are the same without their prefixes. "
+                "Read the "
                 "submodules one by one."
             )
     return {short: state[name] for short, name in made.items()}

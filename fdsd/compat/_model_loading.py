@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from attrs import define
@@ -42,7 +42,8 @@ def by_name(model: nn.Module, state: Any, options: StateDictOptions) -> Mapping[
         state = _by_submodule(model, state, options)
     if flat := [name for name in state if FLAT_PARAM in str(name)]:
         raise LoadError(
-            f"{flat[0]} contains {FLAT_PARAM}. This can happen if the model is not the root module, or if the state dict "
+            f"{flat[0]} contains {FLAT_PARAM}. This can happen if the model is not the root module, or if the "
+            "state dict "
             f"was not taken by get_model_state_dict; {plural(len(flat), 'name')} in all."
         )
     found: Mapping[str, Any] = state
@@ -51,12 +52,14 @@ def by_name(model: nn.Module, state: Any, options: StateDictOptions) -> Mapping[
 
 def _by_submodule(model: nn.Module, state: Mapping[nn.Module, Any], options: StateDictOptions) -> dict[str, Any]:
     warnings.warn(
-        "Passing model_state_dict as a ``Dict[nn.Module, Dict[str, Any]]`` is deprecated and will be removed in 2.5. If "
+        "Passing model_state_dict as a ``Dict[nn.Module, Dict[str, Any]]`` is deprecated and will be removed in "
+        "2.5. If "
         "you need this feature, please preprocess the model_state_dict to achieve the same functionality.",
         FutureWarning,
         stacklevel=4,
     )
-    paths = {module: path for path, module in model.named_modules()}
+    named: Iterable[tuple[str, nn.Module]] = cast("Any", model).named_modules()
+    paths = {module: path for path, module in named}
     if strays := [type(module).__name__ for module in state if module not in paths]:
         raise LoadError(
             f"The state dict is given by submodule, with {plural(len(strays), 'module')} that is no part of this "

@@ -10,7 +10,7 @@ import copy
 import functools
 import io
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from attrs import define, field
@@ -68,7 +68,7 @@ def _items(tree: Any) -> list[tuple[Any, Any]] | None:
     kind = _container(type(tree))  # type: ignore[arg-type]  # classes have hashes
     if kind is None:
         return None
-    return list(tree.items()) if kind is Mapping else list(enumerate(tree))
+    return list(tree.items()) if kind is Mapping else list(enumerate(cast("list[Any]", tree)))
 
 
 @functools.lru_cache(1 << 10)

@@ -1,10 +1,12 @@
-"""Reading optimizers as a state dict, nested or flat, and bringing a given one into one form. Nothing is written here."""
+"""Reading optimizers as a state dict, nested or flat, and bringing a given one into one form. Nothing is written
+here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -37,14 +39,16 @@ def listed(optimizers: Any) -> tuple[Optimizer, ...]:
     """
     if isinstance(optimizers, Optimizer):
         return (optimizers,)
-    given = tuple(optimizers) if isinstance(optimizers, Iterable) and not isinstance(optimizers, Mapping) else (optimizers,)
+    several: Any = optimizers
+    is_one = isinstance(several, Mapping) or not isinstance(several, Iterable)
+    given: list[Any] = [optimizers] if is_one else list(cast("Iterable[Any]", several))
     if odd := [type(one).__name__ for one in given if not isinstance(one, Optimizer)]:
         raise NoMapping(f"Optimizers are torch.optim.Optimizer, one or several; these are not: {listing(odd)}.")
-    return given
+    return tuple(given)
 
 
 @contextmanager
-def own_methods(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def own_methods(optimizers: Sequence[Optimizer]) -> Generator[None]:
     """Let optimizers that were patched to call a getter or setter have their own methods, while that works."""
     hidden: list[tuple[Optimizer, str, Any]] = []
     for optimizer in optimizers:
@@ -169,7 +173,7 @@ def is_by_id(osd: Mapping[str, Any]) -> bool:
     (True, False)
     """
     groups = osd.get("param_groups", ())
-    keys = [key for group in groups for key in (group["params"] if "params" in group else ())]
+    keys = [key for group in groups for key in (group.get("params", ()))]
     return bool(keys) and all(isinstance(key, int) for key in keys)
 
 
@@ -187,7 +191,9 @@ def _by_id(osd: Mapping[str, Any], live: Sequence[LiveOptimizer]) -> OptimState:
 
 
 def _from_flat(flat: Mapping[str, Any], like: OptimState, options: StateDictOptions) -> OptimState:
-    """Read the flat form, whose keys say less than the live state does: slots, groups and their order come from that."""
+    """Read the flat form, whose keys say less than the live state does: slots, groups and their order come from
+    that.
+    """
     missing = [
         key
         for group in like.groups
@@ -199,10 +205,12 @@ def _from_flat(flat: Mapping[str, Any], like: OptimState, options: StateDictOpti
     rows = {name for column in found.slots.values() for name in column}
     for slot, column in like.slots.items():
         path = ".".join(map(str, as_path(slot)))
-        missing += [f"state.{name}.{path}" for name in column if name in rows and name not in found.slots.get(slot, {})]
+        there: Mapping[str, Any] = found.slots.get(slot, {})
+        missing += [f"state.{name}.{path}" for name in column if name in rows and name not in there]
     if missing and options.strict:
         raise LoadError(
-            f"Missing key(s) in optimizer state_dict: {listing(missing)}. Files of older versions may lack hyper-parameters: "
+            f"Missing key(s) in optimizer state_dict: {listing(missing)}. Files of older versions may lack "
+            "hyper-parameters: "
             "StateDictOptions(strict=False) keeps the optimizer's own values."
         )
     return found if not missing else _completed(found, like)

@@ -58,7 +58,11 @@ class _Plan:
 
     @classmethod
     def of(
-        cls, state: OptimState, targets: Mapping[Place, SlotTarget], from_zero: RankZero | None, known: Sequence[Meeting]
+        cls,
+        state: OptimState,
+        targets: Mapping[Place, SlotTarget],
+        from_zero: RankZero | None,
+        known: Sequence[Meeting],
     ) -> _Plan:
         plan = cls(targets, from_zero is not None, known)
         for place, target in targets.items():
@@ -232,8 +236,11 @@ def _nothing(osd: Any, options: StateDictOptions) -> Findings:
         )
     return Findings(
         errors=[
-            f"The optimizer state dict is empty on rank {this_rank()}, and not on all. broadcast_from_rank0=True loads what "
-            "rank 0 has."
+            (
+                f"The optimizer state dict is empty on rank {this_rank()}, and not on all. broadcast_from_rank0=True "
+                "loads what "
+                "rank 0 has."
+            )
         ],
         is_empty=True,
     )

@@ -6,7 +6,7 @@ Whatever needs more than a walk is left to ``comms``, which knows hooks, flat pa
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -58,15 +58,15 @@ class _Walk:
         self._kinds: dict[type[nn.Module], Kind] = {}
 
     def visit(self, module: Any, prefix: str) -> None:
-        kind = self._kinds.get(type(module))
+        kind = self._kinds.get(cast("type[nn.Module]", type(module)))
         if kind is None:
             kind = self._kinds[type(module)] = kind_of(module)
             if kind.saving or kind.wraps == FSDP1_WRAPPED:
                 raise _NotPlainError
         own = module.__dict__
-        if module._state_dict_hooks or "state_dict" in own or "_save_to_state_dict" in own:
-            if saving_code(module, kind):
-                raise _NotPlainError
+        may_differ = module._state_dict_hooks or "state_dict" in own or "_save_to_state_dict" in own
+        if may_differ and saving_code(module, kind):
+            raise _NotPlainError
         if module._state_dict_pre_hooks:
             for hook in pre_hooks(module):
                 hook(module, prefix, False)

@@ -82,7 +82,8 @@ class RankZero:
 
 
 Outline = Callable[[Any], tuple[Any, list[str]]]
-"""Gives what other ranks are told of a state dict, with specs for tensors, and the names of tensors that are not whole."""
+"""Gives what other ranks are told of a state dict, with specs for tensors, and the names of tensors that are not
+whole."""
 
 
 def announced(state: Any, world: World, outline: Outline, fault: BaseException | None) -> Any:

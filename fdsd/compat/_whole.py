@@ -16,7 +16,6 @@ from fdsd.comms.alone import this_rank
 from fdsd.compat._cpu_memory import Once
 from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of, spec_of_kind
 from fdsd.compat._worlds import world_over
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import FdsdError, add_note
 from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import tie_key
@@ -117,22 +116,21 @@ def gathered(
     made: dict[str, torch.Tensor] = {}
     move = Once(lambda one: parts_of(one)[0].detach().to(where.device))
     gathering, places, shared = _Gathering(wanting, wants), _Places(group, device, spare), _shared(tensors.values())
-    with collector_paused():
-        for name in sorted(tensors):
-            tensor = tensors[name]
-            where = places.of(tensor)
-            if where.is_here:
-                made.update({name: move(tensor)} if wants else {})
-                continue
-            spec = spec_of_kind(tensor)
-            if not spec.numel:
-                made.update({name: torch.empty(spec.shape, dtype=spec.dtype, device=where.device)} if wants else {})
-                continue
-            try:
-                gathering.add(name, tensor, spec, where, shared)
-            except FdsdError as found:
-                add_note(found, f"of {name!r}")
-                error = error or found
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        where = places.of(tensor)
+        if where.is_here:
+            made.update({name: move(tensor)} if wants else {})
+            continue
+        spec = spec_of_kind(tensor)
+        if not spec.numel:
+            made.update({name: torch.empty(spec.shape, dtype=spec.dtype, device=where.device)} if wants else {})
+            continue
+        try:
+            gathering.add(name, tensor, spec, where, shared)
+        except FdsdError as found:
+            add_note(found, f"of {name!r}")
+            error = error or found
     for ranks, requests, target in gathering.meetings():
         world = world_over(frozenset(ranks))
         try:

@@ -58,7 +58,7 @@ _PARAMS = "params"
 _STATE = "state"
 
 
-def _get_fqns(
+def _get_fqns(  # pyright: ignore[reportUnusedFunction]  # imported by users
     model: nn.Module,
     name: str,
     dsd_fqn_modifiers: str = "_fqn_modifiers",
@@ -81,7 +81,9 @@ def _get_fqns(
     {'0.weight'}
     """
     kept = {"module": skip_ddp_prefix, "_orig_mod": skip_compiler_prefix}
-    return get_fqns(model, name, dsd_fqn_modifiers, WRAPPER_SEGMENTS - {segment for segment in kept if not kept[segment]})
+    return get_fqns(
+        model, name, dsd_fqn_modifiers, WRAPPER_SEGMENTS - {segment for segment in kept if not kept[segment]}
+    )
 
 
 def _brought(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
@@ -301,7 +303,7 @@ def set_state_dict(
     return weights.write()
 
 
-def _patch_model_state_dict(
+def _patch_model_state_dict(  # pyright: ignore[reportUnusedFunction]  # imported by users
     model: nn.Module,
     *,
     options: StateDictOptions | None = None,
@@ -322,7 +324,7 @@ def _patch_model_state_dict(
     vars(model).update(state_dict=state_dict, load_state_dict=load_state_dict)
 
 
-def _patch_optimizer_state_dict(
+def _patch_optimizer_state_dict(  # pyright: ignore[reportUnusedFunction]  # imported by users
     model: nn.Module,
     *,
     optimizers: tuple[torch.optim.Optimizer, ...],

@@ -16,7 +16,6 @@ import torch
 from attrs import define, field, frozen
 
 from fdsd.algebra.ops.leaves import Origin
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import RankDisagreement, Unsupported, add_note, listing
 from fdsd.data.protocols import World
 from fdsd.data.ties import tie_key
@@ -104,24 +103,24 @@ def state(requests: Mapping[str, Request], rank: int) -> Statement:
     stating = _Stating(made, rank)
     leaders: dict[Hashable, int] = {}
     given = [request.out for request in requests.values()]
-    with collector_paused():
-        for name, request in requests.items():
-            try:
-                place = stating.place_of(request)
-            except Exception as error:
-                add_note(error, f"of {name!r}")
-                raise
-            leader = leaders.setdefault((name if request.node is None else id(request.node), place), len(made.names))
-            made.leaders.append(leader if _same_memory(given[leader], request.out) else len(made.names))
-            made.names.append(name)
-            made.kinds.append(place)
+    for name, request in requests.items():
+        try:
+            place = stating.place_of(request)
+        except Exception as error:
+            add_note(error, f"of {name!r}")
+            raise
+        leader = leaders.setdefault((name if request.node is None else id(request.node), place), len(made.names))
+        made.leaders.append(leader if _same_memory(given[leader], request.out) else len(made.names))
+        made.names.append(name)
+        made.kinds.append(place)
     return made
 
 
 class _Stating:
     """Sorts requests by their keys.
 
-    Thousands of requests have few keys, and share the specs and layouts that they are made of. So they are told apart by
+    Thousands of requests have few keys, and share the specs and layouts that they are made of. So they are told apart
+    by
     identity first; placements are kept, so that no other one gets the identity of one that is gone.
     """
 

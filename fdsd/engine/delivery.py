@@ -14,7 +14,6 @@ import torch
 from attrs import field, frozen
 
 from fdsd.algebra.ops.leaves import Origin
-from fdsd.data.collecting import collector_paused
 from fdsd.data.protocols import World
 from fdsd.engine.agreement import Agreed, Statement, agree, state
 from fdsd.engine.failures import failure_of, raise_if_failed
@@ -120,8 +119,7 @@ class _Run:
         self._views: dict[tuple[int, int], Views] = {}
         world = plan.world
         mine = [plan.agreed.mine[at] for at in plan.positions]
-        with collector_paused():
-            self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
+        self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
         memory = Memory(self._tensors, Kept(), plan.device)
         self._exchange = Exchange(world, memory, Buffers(plan.window.buffers, world.device), plan.window)
         self._made: dict[int, torch.Tensor] = {}  # the results that have not been given yet, by their place among names

@@ -154,6 +154,8 @@ def _check_optimizers(asked: Asked, kinds: set[Any], have_optim: set[Any], have_
 
 def _scope(specs: StateDict[Any], world: World) -> StateDict[Any]:
     """Give what the models of all ranks expect, so that a filter may name what other ranks have."""
+    if len(world.ranks) == 1:
+        return specs
     mine = {
         name: (tuple(spec.shape), spec.dtype) if isinstance(spec, TensorSpec) else None for name, spec in specs.items()
     }
@@ -169,6 +171,8 @@ def _wanted(asked: Asked, scope: StateDict[Any]) -> dict[str, Any]:
 
 
 def _kept(asked: Asked, wanted: Mapping[str, Any]) -> frozenset[str]:
+    if len(wanted) == len(asked.specs):
+        return frozenset()
     modules = asked.modules
     firsts = [name for name in asked.specs if name in modules.tensors and modules.tensors[name].tied_to is None]
     return frozenset([name for name in firsts if not any(one in wanted for one in (name, *modules.aliases_of(name)))])
@@ -243,6 +247,8 @@ class Restoring:
         together(self.world, "restore", lambda: _check_twins(twins, got))
 
     def _deliver(self) -> None:
+        if self.model is not None:
+            self._together(self.model.keep_sources, ())
         loads: Sequence[Any] = [load for load in (self.optim, self.model) if load is not None]
         takers = {label: load for load in loads for label in load.wishes}
         wishes: dict[str, Wish] = {label: load.wishes[label] for label, load in takers.items()}

@@ -67,6 +67,8 @@ def expected(specs: StateDict[Any], keep: Pipeline, verb: str = "restore") -> St
     """
     if not isinstance(keep, Pipeline):
         raise Unsupported(f"{verb}: filter is a pipeline that chooses names, such as drop(...), not {keep!r}.")
+    if not keep.steps:
+        return specs
     made = keep(specs)
     if not isinstance(made, StateDict):
         raise Unsupported(f"{verb}: the filter gives a {type(made).__name__}. Give one that chooses names.")
@@ -135,9 +137,9 @@ def match_state(
 
 
 def _differences(name: str, leaf: Any, want: Any, dtype: DtypeRule) -> Iterable[Problem]:
-    spec = spec_of(leaf)
     if not isinstance(want, TensorSpec):
         return
+    spec = spec_of(leaf)
     if spec is None:
         text = f"{name!r} is a {type(leaf).__name__} in the state, and a tensor, {want}, in the model."
         yield Problem("spec", text, (name,))

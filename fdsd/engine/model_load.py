@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from fdsd.algebra.dtypes import copy_elements
+from fdsd.algebra.dtypes import check_cast, copy_elements
 from fdsd.comms.alone import this_rank
 from fdsd.comms.backups import Backup
 from fdsd.comms.hooks import Machine
@@ -22,6 +22,7 @@ from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, is_exact, spec_of
 from fdsd.data.statedict import StateDict
+from fdsd.engine.copying import Pair, copy_pairs, prepared
 from fdsd.engine.matching import DtypeRule, Match, match_state
 from fdsd.engine.outlines import Outline
 from fdsd.engine.wishes import Flattening, Wish, label_of
@@ -73,10 +74,10 @@ def specs_of(modules: Modules) -> StateDict[Any]:
         if live is None:
             made[name] = modules.extra[name].value
             continue
-        spec, owner = live.spec, live.tied_to or name
-        tied = live.tied_to is not None or modules.aliases_of(name)
-        token = tokens.setdefault(owner, object()) if tied else None
-        made[name] = TensorSpec(spec.shape, spec.dtype, tie=token)
+        made[name] = spec = live.spec
+        if live.tied_to is not None or modules.aliases_of(name):
+            token = tokens.setdefault(live.tied_to or name, object())
+            made[name] = TensorSpec(spec.shape, spec.dtype, tie=token)
     return StateDict.trusted(made, modules.metadata, kind="abstract")
 
 
@@ -91,7 +92,8 @@ class ModelLoad:
         match: What goes where.
         metadata: The versions of modules that were saved.
         problems: What has to stop the load.
-        wishes: What is wanted, by label.
+        pairs: What this rank copies by itself: sources and targets.
+        wishes: What else is wanted, by label.
         twins: Pairs of wishes that have to be equal, since the model ties what the state does not.
         initialised: What ``init`` made, by name.
         left_on_meta: Names without memory that nothing was there for.
@@ -103,6 +105,7 @@ class ModelLoad:
     match: Match
     metadata: Mapping[str, Any] | None = None
     problems: list[Problem] = field(factory=list)
+    pairs: list[Pair] = field(factory=list)
     wishes: dict[str, Wish] = field(factory=dict)
     twins: list[tuple[Wish, Wish]] = field(factory=list)
     initialised: dict[str, torch.Tensor] = field(factory=dict)
@@ -117,6 +120,8 @@ class ModelLoad:
         for name, source in self.match.loads.items():
             if name in self.modules.tensors:
                 live = self._live(name)
+                if self._is_direct(live, self.state.leaves[source]):
+                    continue
                 wish = self._wish(live, source)
                 label = label_of(source, wish.flattening)
                 self.wishes[label], self._names[label] = wish, live.fqn
@@ -126,6 +131,24 @@ class ModelLoad:
             live = self._live(pair[0])
             twin = [Wish(one, layout_of(live), _flattening(live), dtype=live.spec.dtype) for one in pair]
             self.twins.append((twin[0], twin[1]))
+
+    def _is_direct(self, live: LiveTensor, leaf: Any) -> bool:
+        """Note a copy that needs no plan and no other rank; tell whether this is one."""
+        target = live.tensor
+        if live.flat is not None or live.fqn in self.modules.through or not (is_exact(leaf) and is_exact(target)):
+            return False
+        if target.is_meta or _differs(self.rules.dtype, leaf.dtype, target.dtype) or live.dtype is not None:
+            return False
+        check_cast(leaf.dtype, target.dtype)
+        self.pairs.append((leaf, target))
+        return True
+
+    def keep_sources(self) -> None:
+        """Copy what would be overwritten before it is read."""
+        outs = [wish.out for wish in self.wishes.values() if wish.out is not None]
+        own = [self.modules.tensors[name] for name in self.modules.through if name in self.modules.tensors]
+        outs += [memory_of(live) for live in own if live.is_memory and not is_meta(live)]
+        self.pairs = prepared(self.pairs, outs)
 
     def _live(self, name: str) -> LiveTensor:
         """Give a tensor by the first of its names."""
@@ -207,16 +230,18 @@ class ModelLoad:
                 yield name, self.modules.extra[name].value if old else value
 
     def place(self) -> None:
-        """Put everything else in its place: new memory, and what was staged."""
+        """Put everything else in its place: new memory, what was staged, and what this rank copies by itself."""
         with torch.no_grad():
+            copy_pairs(self.pairs)
             for name, value in (*self._values.items(), *self.initialised.items()):
                 live = self.modules.tensors.get(name)
                 if live is not None and name not in self.modules.through:
                     self._place(live, value)
         self._values.clear()
+        self.pairs.clear()
 
     def _place(self, live: LiveTensor, value: torch.Tensor) -> None:
-        if is_meta(live) or (self.rules.dtype == "source" and value.dtype != live.spec.dtype):
+        if is_meta(live) or _differs(self.rules.dtype, value.dtype, live.spec.dtype):
             install(self.modules, live, value)
         elif self.rules.staged:
             copy_elements(value, memory_of(live))
@@ -281,6 +306,11 @@ def plan_model(
     return load
 
 
+def _differs(rule: DtypeRule, source: torch.dtype, target: torch.dtype) -> bool:
+    """Tell whether a tensor has to take another dtype."""
+    return rule == "source" and source != target
+
+
 def _flattening(live: LiveTensor) -> Flattening:
     return None if live.flat is None else live.flat.order or ()
 
@@ -298,8 +328,9 @@ def _hollow(state: Outline, wanted: Mapping[str, Any]) -> list[Problem]:
 def _meta_problems(load: ModelLoad, wanted: Mapping[str, Any]) -> list[Problem]:
     """Find what has no memory and will not get any, unless there is an initialiser, or a filter leaves it out."""
     tensors, loaded = load.modules.tensors, set(load.match.loaded)
-    groups = {name: (name, *load.modules.aliases_of(name)) for name, live in tensors.items() if live.tied_to is None}
-    hollow = [name for name, group in groups.items() if is_meta(tensors[name]) and loaded.isdisjoint(group)]
+    on_meta = [name for name, live in tensors.items() if live.tied_to is None and is_meta(live)]
+    groups = {name: (name, *load.modules.aliases_of(name)) for name in on_meta}
+    hollow = [name for name in on_meta if loaded.isdisjoint(groups[name])]
     load.left_on_meta = tuple(hollow)
     needed = [name for name in hollow if tensors[name].persistent and any(one in wanted for one in groups[name])]
     if needed and load.rules.init is None:

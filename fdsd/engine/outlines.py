@@ -75,6 +75,9 @@ def outline_of(world: World, leaves: Mapping[str, Any], verb: str) -> Outline:
     ('w',)
     """
     own = {name: leaf for name, leaf in leaves.items() if has_data(leaf)}
+    if len(world.ranks) == 1:
+        hollow = [name for name in leaves if name not in own] if len(own) < len(leaves) else []
+        return Outline(own, own, shared_ties(world, own, verb), tuple(hollow))
     known = union_of(world, together(world, verb, lambda: _told(own)), "what the state holds", show=_shown)
     objects = share_objects(
         world, {name: own[name] for name, told in known.items() if told == _OBJECT and name in own}, verb
@@ -82,8 +85,8 @@ def outline_of(world: World, leaves: Mapping[str, Any], verb: str) -> Outline:
     made: dict[str, Any] = {}
     for name, told in known.items():
         made[name] = own[name] if name in own else objects[name] if told == _OBJECT else TensorSpec(*told)
-    hollow = tuple([name for name in leaves if name not in known])
-    return Outline(own, made, shared_ties(world, own, verb), hollow)
+    absent = tuple([name for name in leaves if name not in known])
+    return Outline(own, made, shared_ties(world, own, verb), absent)
 
 
 def _told(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,13 +114,14 @@ def shared_ties(world: World, leaves: Mapping[str, Any], verb: str) -> dict[str,
     >>> shared_ties(Alone(), {"embed": w, "norm": torch.ones(1), "head": w}, "save")
     {'head': 'embed'}
     """
-    tensors = {name: leaf for name, leaf in leaves.items() if spec_of(leaf) is not None}
-    mine = {alias: group[0] for group in ties(tensors) for alias in group[1:]}
+    mine = {alias: group[0] for group in ties(leaves) for alias in group[1:]}
+    if len(world.ranks) == 1:
+        return mine
     told = everyone(world, mine, f"{verb}: the tied names")
-    if all(one == told[0] for one in told) and len(world.ranks) > 1 and not told[0]:
+    if not any(told):
         return {}
     owners = _joined([pair for one in told for pair in one.items()])
-    apart = [name for name, owner in owners.items() if _is_apart(name, owner, mine, tensors)]
+    apart = [name for name, owner in owners.items() if _is_apart(name, owner, mine, leaves)]
     clashes = sorted({name for names in everyone(world, apart, verb) for name in names})
     if clashes:
         shown = ", ".join([f"{name!r} and {owners[name]!r}" for name in clashes[:10]])
@@ -145,6 +149,6 @@ def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {name: root(name) for name in first}
 
 
-def _is_apart(name: str, owner: str, mine: Mapping[str, str], tensors: Mapping[str, Any]) -> bool:
-    both = name in tensors and owner in tensors
+def _is_apart(name: str, owner: str, mine: Mapping[str, str], leaves: Mapping[str, Any]) -> bool:
+    both = name in leaves and owner in leaves
     return both and mine.get(name, name) != mine.get(owner, owner)

@@ -13,7 +13,7 @@ from fdsd.data.protocols import Source
 from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Pieces
 
-__all__ = ["Placement", "PlacedSource"]
+__all__ = ["PlacedSource", "Placement"]
 
 Placement = Layout | Pieces
 """Who holds, or wants, which boxes of a tensor. By pieces, a rank has at most one box."""

@@ -8,6 +8,7 @@ CPU time are compared. torch's setter of optimizers is quadratic, so that it is 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -64,7 +65,7 @@ def optim(names: int) -> Runs:
         param.grad = torch.zeros_like(param)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    state = ours.get_optimizer_state_dict(model, optimizer)
+    state = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer))
     runs: Runs = {"ours": lambda: ours.set_optimizer_state_dict(model, optimizer, state)}
     if names <= QUADRATIC:
         runs["theirs"] = lambda: theirs.set_optimizer_state_dict(model, optimizer, state)

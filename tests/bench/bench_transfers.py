@@ -1,6 +1,7 @@
 """Gathering, distributing and setting the state of sharded models beside torch, on real gloo ranks.
 
-``python tests/bench/bench_transfers.py [gather] [load] [full] [optim] [--ranks 2 4] [--repeats 5] [--json PATH]`` prints
+``python tests/bench/bench_transfers.py [gather] [load] [full] [optim] [--ranks 2 4] [--repeats 5] [--json PATH]``
+prints
 a table and JSON; ``tox -e bench`` collects it. Nothing here is a gate. Both run interleaved in the same processes, each
 between two barriers; seconds are medians of the slowest rank. ``received`` counts the bytes that the busiest rank
 received, over those it needed; ``peak`` is the most anonymous memory of any rank over what it had before, results

@@ -1,7 +1,7 @@
 """One call of every public function of the engine and the drop-in, and calls of them that go wrong.
 
-Each call gets a ``Scene``: a trained source, a target of other values, and what was read from the source. A ``Call`` says
-what it may change.
+Each call gets a ``Scene``: a trained source, a target of other values, and what was read from the source. A ``Call``
+says what it may change.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ CALLS: dict[str, Call] = {
     "materialize": Call(lambda s: (fdsd.materialize(s.state), fdsd.materialize(fdsd.defer(s.state.model)))),
     "open": Call(lambda s: fdsd.open(_saved(s))),
     "restore": Call(lambda s: fdsd.restore(s.state, s.target, s.others, staged=True), "target"),
-    "save": Call(lambda s: _saved(s)),
+    "save": Call(_saved),
     "snapshot": Call(lambda s: fdsd.snapshot(s.state)),
     "stream": Call(lambda s: (dict(fdsd.stream(s.state.model)), next(iter(fdsd.stream(s.state.model))))),
     "StateDictOptions": Call(lambda s: compat.StateDictOptions()),
@@ -200,7 +200,9 @@ CALLS: dict[str, Call] = {
         lambda s: [compat.get_model_state_dict(s.model, options=options) for options in (None, FULL, FLAT, FROZEN)]
     ),
     "get_optimizer_state_dict": Call(
-        lambda s: [compat.get_optimizer_state_dict(s.model, s.optimizers, options=o) for o in (None, FULL, FLAT, FROZEN)]
+        lambda s: [
+            compat.get_optimizer_state_dict(s.model, s.optimizers, options=o) for o in (None, FULL, FLAT, FROZEN)
+        ]
     ),
     "get_state_dict": Call(lambda s: [compat.get_state_dict(s.model, s.optimizers, options=o) for o in (None, FULL)]),
     "set_model_state_dict": Call(lambda s: compat.set_model_state_dict(s.target, s.weights), "target"),
@@ -245,19 +247,11 @@ def _raises(tensor: torch.Tensor) -> torch.Tensor:
     raise ArithmeticError("not today")
 
 
-def _itself() -> nn.Module:
-    model = nn.Sequential(nn.Linear(1, 1))
-    model.again = model
-    return model
-
-
-def _stray() -> Optimizer:
-    return torch.optim.Adam(nn.Linear(1, 1).parameters())
-
-
-def _meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Linear(2, 2)
+_STRAY = torch.optim.Adam([nn.Parameter(torch.ones(1))])
+_ITSELF = nn.Sequential(nn.ReLU())
+_ITSELF.again = _ITSELF
+with torch.device("meta"):
+    _META = nn.Linear(2, 2)
 
 
 def _bad_value(s: Scene) -> fdsd.StateDict[Any]:
@@ -320,10 +314,10 @@ def _restored(state: Callable[[Scene], Any], writes: str = "nothing", **how: Any
 NO_OPTIONS = compat.StateDictOptions(broadcast_from_rank0=True)
 
 FAULTS: dict[str, Call] = {
-    "capture: a stray optimizer": Call(lambda s: fdsd.capture(s.model, [*s.optimizers, _stray()])),
+    "capture: a stray optimizer": Call(lambda s: fdsd.capture(s.model, [*s.optimizers, _STRAY])),
     "capture: an extra state raises": Call(lambda s: fdsd.capture(nn.Sequential(s.model, _Broken()))),
-    "capture: a module in itself": Call(lambda s: fdsd.capture(_itself())),
-    "describe: a stray optimizer": Call(lambda s: fdsd.describe(s.model, _stray())),
+    "capture: a module in itself": Call(lambda s: fdsd.capture(_ITSELF)),
+    "describe: a stray optimizer": Call(lambda s: fdsd.describe(s.model, _STRAY)),
     "describe: what has no shape": Call(lambda s: fdsd.describe(nn.LazyLinear(2))),
     "diff: no state": Call(lambda s: fdsd.diff(s.state, 3)),
     "materialize: a function raises": Call(lambda s: fdsd.materialize(_bad_value(s))),
@@ -333,9 +327,9 @@ FAULTS: dict[str, Call] = {
     "save: a function raises": Call(lambda s: fdsd.save(_bad_value(s), s.folder / "bad.pt")),
     "save: what the format cannot hold": Call(lambda s: fdsd.save(s.state.model, s.folder / "bad.safetensors")),
     "save: something is there": Call(lambda s: [fdsd.save(s.state.model, s.folder / "there.pt") for _ in range(2)]),
-    "snapshot: meta": Call(lambda s: fdsd.snapshot(fdsd.capture(_meta()))),
+    "snapshot: meta": Call(lambda s: fdsd.snapshot(fdsd.capture(_META))),
     "stream: closed, and a function raises": Call(_closed),
-    "restore: missing": _restored(lambda s: _without(s, "embed.weight")),
+    "restore: missing": _restored(lambda s: _without(s, "temperature")),
     "restore: unexpected": _restored(lambda s: {**s.weights, "stray": torch.ones(1)}),
     "restore: a shape": _restored(lambda s: {**s.weights, "scale": torch.ones(1)}),
     "restore: a dtype": _restored(lambda s: {**s.weights, "scale": torch.ones(2).double()}),
@@ -349,7 +343,7 @@ FAULTS: dict[str, Call] = {
     "get: no options": Call(lambda s: compat.get_state_dict(s.model, s.optimizers, options=NO_OPTIONS)),
     "get: an extra state raises": Call(lambda s: compat.get_model_state_dict(nn.Sequential(s.model, _Broken()))),
     "get: no optimizers": Call(lambda s: compat.get_optimizer_state_dict(s.model, [])),
-    "get: a stray optimizer": Call(lambda s: compat.get_optimizer_state_dict(s.model, [*s.optimizers, _stray()])),
+    "get: a stray optimizer": Call(lambda s: compat.get_optimizer_state_dict(s.model, [*s.optimizers, _STRAY])),
     "get: nothing": Call(lambda s: compat.get_model_state_dict(nn.ReLU())),
     "set: missing": _model(lambda s: _without(s, "embed.weight")),
     "set: missing, whole": _model(lambda s: _without(s, "embed.weight"), FULL),
@@ -373,7 +367,9 @@ FAULTS: dict[str, Call] = {
     "_gather_state_dict: no such type": Call(lambda s: utils._gather_state_dict({**s.weights, "odd": object()})),
     "_copy_state_dict: other names": Call(lambda s: utils._copy_state_dict(s.weights, {})),
     "_copy_state_dict: other shapes": Call(
-        lambda s: utils._copy_state_dict({"a": torch.ones(2), "scale": s.weights["scale"]}, {"a": torch.ones(3), "scale": 0})
+        lambda s: utils._copy_state_dict(
+            {"a": torch.ones(2), "scale": s.weights["scale"]}, {"a": torch.ones(3), "scale": 0}
+        )
     ),
     "_broadcast_state_dict: other shapes": Call(
         lambda s: utils._broadcast_state_dict({**s.weights, "scale": torch.ones(1)}, _local(s), CPU)

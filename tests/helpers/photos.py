@@ -164,7 +164,10 @@ def photo_of_process() -> Photo:
         "the garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), list(gc.callbacks)),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
         "defaults": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
-        "determinism": (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory),
+        "determinism": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        ),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "dispatch modes": list(modes._get_current_dispatch_mode_stack()),
         "function modes": torch._C._len_torch_function_stack(),

@@ -24,7 +24,7 @@ _ROWS = 6
 
 
 class Learner(nn.Module):
-    """Embeddings, blocks with a norm, a 0-dim parameter, buffers of both kinds, an extra state, a layer that comes late.
+    """Embeddings, blocks, a norm, a 0-dim parameter, buffers of both kinds, an extra state, a layer that comes late.
 
     Args:
         width: Of all layers.

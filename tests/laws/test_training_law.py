@@ -12,7 +12,6 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -185,7 +184,8 @@ def public_functions() -> set[str]:
     engine = {name for name, home in fdsd._HOME.items() if home.startswith("fdsd.engine.")}
     names = {*engine, *_state_dict_utils.__all__, *state_dict.__all__}
     names |= {name for name in vars(state_dict) if name.startswith(("_get_", "_patch_"))}
-    found = {name for name in names for home in (fdsd, _state_dict_utils, state_dict) if callable(getattr(home, name, None))}
+    homes = (fdsd, _state_dict_utils, state_dict)
+    found = {name for name in names for home in homes if callable(getattr(home, name, None))}
     return {name for name in found if not name.endswith(("_T", "Type", "_TensorInfo")) and name not in NO_FUNCTIONS}
 
 
@@ -210,24 +210,23 @@ def collector() -> Iterator[None]:
 
 def check(call: Call, s: Scene, label: str, *, fails: bool) -> None:
     """Make a call; see that only what it may change does."""
-    spared = contextlib.nullcontext() if call.writes == "target" else unchanged(
-        model=s.target, optimizers=s.others, label=f"{label}: target"
+    spared = (
+        contextlib.nullcontext()
+        if call.writes == "target"
+        else unchanged(model=s.target, optimizers=s.others, label=f"{label}: target")
     )
     with unchanged(*s.arguments, model=s.model, optimizers=s.optimizers, label=label), spared:
         if not fails:
             call.run(s)
             return
-        with pytest.raises(Exception) as caught:
+        with pytest.raises((FdsdError, ArithmeticError, ValueError, RuntimeError, TypeError)):
             call.run(s)
-        assert isinstance(caught.value, FdsdError | ArithmeticError | ValueError | RuntimeError | TypeError), caught.value
-        assert type(caught.value) not in (KeyError, AttributeError, AssertionError)
-        del caught
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("name", [*CALLS, *FAULTS])
 def test_only_what_a_function_is_for_is_changed(name: str, steps: int, tmp_path: Path, collector: None) -> None:
-    """No step, no argument, no random number, no hook, no setting of the process; the collector rests for no user's code."""
+    """No step, no argument, no random number, no hook, no setting; the collector rests for no user's code."""
     call = {**CALLS, **FAULTS}[name]
     (tmp_path / "first").mkdir()
     with contextlib.suppress(Exception):  # what is imported on the way may leave what it likes

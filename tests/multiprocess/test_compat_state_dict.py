@@ -131,11 +131,12 @@ def two_d(model: Any) -> Any:
 
 def fsdp1(**options: Any) -> Callable[[Any], Any]:
     def wrap(model: Any) -> Any:
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         made = {name: value() if callable(value) else value for name, value in options.items()}
-        return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), **made)
+        policy = ModuleWrapPolicy({Block})
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **made)
 
     return wrap
 

@@ -2,7 +2,7 @@
 
 | row of PITFALLS.md | checks |
 | --- | --- |
-| asking a fresh optimizer steps it; hooks fire | ``reading_changes_nothing``; LBFGS: ``unit/compat/test_state_dict_optim`` |
+| asking a fresh optimizer steps it; hooks fire | ``reading_changes_nothing``; LBFGS: ``test_state_dict_optim`` |
 | frozen after training; never touched | ``partial_state``, ``partial_state_of_the_engine`` |
 | stateless SGD | ``stateless`` |
 | flat: empty entries, older files, two rates, full, empty groups | ``partial_state``, ``flat_form``, ``empty_groups`` |

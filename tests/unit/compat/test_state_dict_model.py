@@ -1,4 +1,5 @@
-"""Reading and writing models in one process, with no process group: what torch gives, and what is right where it errs."""
+"""Reading and writing models in one process, with no process group: what torch gives, and what is right where it
+errs."""
 
 from __future__ import annotations
 
@@ -179,7 +180,11 @@ class TestChoosing:
 
     def test_buffers_stay_when_all_parameters_are_frozen(self) -> None:
         made = nn.BatchNorm1d(2).requires_grad_(False)
-        assert list(get_model_state_dict(made, options=FROZEN)) == ["running_mean", "running_var", "num_batches_tracked"]
+        assert list(get_model_state_dict(made, options=FROZEN)) == [
+            "running_mean",
+            "running_var",
+            "num_batches_tracked",
+        ]
 
     def test_what_was_saved_without_frozen_parameters_loads_likewise(self) -> None:
         """Seen: saving without frozen parameters and loading with the same option raises."""
@@ -196,7 +201,7 @@ class TestChoosing:
     def test_a_frozen_name_is_unexpected_when_frozen_ones_are_ignored(self) -> None:
         target = net()
         target.scale.requires_grad_(False)
-        with pytest.raises(RuntimeError, match='Unexpected key.*"scale"'):
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"scale"'):
             set_model_state_dict(target, net(1).state_dict(), options=FROZEN)
 
     def test_submodules(self) -> None:
@@ -227,7 +232,7 @@ class TestChoosing:
         assert list(state) == ["blocks.1.bias"]
 
     def test_an_empty_result_is_refused(self) -> None:
-        with pytest.raises(RuntimeError, match="model state_dict is required.*but model state_dict is empty"):
+        with pytest.raises(RuntimeError, match=r"model state_dict is required.*but model state_dict is empty"):
             get_model_state_dict(nn.ReLU())
 
     @pytest.mark.parametrize("options", [FROZEN, FULL_CPU, LAX])
@@ -351,8 +356,10 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "too few rows": (
         lambda s: {**s, "blocks.1.weight": torch.ones(3, 4)},
-        r"size mismatch for blocks\.1\.weight: copying a param with shape torch\.Size\(\[3, 4\]\) from checkpoint, "
-        r"the shape in current model is torch\.Size\(\[4, 4\]\)\.",
+        (
+            r"size mismatch for blocks\.1\.weight: copying a param with shape torch\.Size\(\[3, 4\]\) from checkpoint, "
+            r"the shape in current model is torch\.Size\(\[4, 4\]\)\."
+        ),
     ),
     "would broadcast": (lambda s: {**s, "blocks.1.weight": torch.ones(4, 1)}, "size mismatch for blocks.1.weight"),
     "a scalar for a vector": (lambda s: {**s, "blocks.0.bias": torch.ones(())}, "size mismatch for blocks.0.bias"),
@@ -408,7 +415,7 @@ class TestRefusals:
         assert torch.equal(target.blocks[0].bias, given["blocks.0.bias"])
 
     def test_nothing_at_all(self) -> None:
-        with pytest.raises(RuntimeError, match="model state_dict is required.*but model state_dict is empty"):
+        with pytest.raises(RuntimeError, match=r"model state_dict is required.*but model state_dict is empty"):
             set_model_state_dict(net(), {})
 
     def test_nothing_at_all_to_a_lax_load(self) -> None:
@@ -431,7 +438,7 @@ class TestRefusals:
         """As torch has it: each name counts. A lax load ties the alias to the owner."""
         source, target = net(1), net(2)
         given = without(copied(source), "head.weight")
-        with pytest.raises(RuntimeError, match="head.weight"):
+        with pytest.raises(RuntimeError, match=r"head.weight"):
             set_model_state_dict(target, given)
         assert set_model_state_dict(target, given, options=LAX).missing_keys == ["head.weight"]
         assert torch.equal(target.head.weight, source.embed.weight)
@@ -586,7 +593,7 @@ class TestHooks:
         target = nn.Sequential(nn.Linear(2, 2), Versioned())
         before = copied(target)
         given = {name: value + 1 for name, value in before.items() if name != "1.double"}
-        with pytest.raises(RuntimeError, match='Missing.*"1.double"'):
+        with pytest.raises(RuntimeError, match=r'Missing.*"1.double"'):
             set_model_state_dict(target, given)
         assert torch.equal(target[0].weight, before["0.weight"])
 

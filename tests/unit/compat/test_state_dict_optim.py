@@ -302,9 +302,7 @@ class TestRoundTrip:
 
     def test_other_groups_by_the_names_of_their_parameters(self) -> None:
         net = network()
-        old = torch.optim.Adam(
-            [{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters(), "lr": 0.2}]
-        )
+        old = torch.optim.Adam([{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters(), "lr": 0.2}])
         new = torch.optim.Adam([{"params": net[2].parameters()}, {"params": net[0].parameters()}])
         train(net, old)
         set_optimizer_state_dict(net, new, get_optimizer_state_dict(net, old))
@@ -362,7 +360,8 @@ class TestRefusals:
         del old.state[net[0].bias]
         state = get_optimizer_state_dict(net, old, options=options)
         message = (
-            r"Missing optimizer state for parameter '0\.bias' in checkpoint\. The parameter requires gradients but has no "
+            r"Missing optimizer state for parameter '0\.bias' in checkpoint\. The parameter requires gradients "
+            r"but has no "
             r"saved optimizer state\..*To load anyway, use StateDictOptions\(strict=False\)"
         )
         before = frozen_copy(new)
@@ -394,7 +393,7 @@ class TestRefusals:
         train(net, old)
         for options in (None, FLAT):
             state = get_optimizer_state_dict(net, old, options=options)
-            with pytest.raises(FdsdError, match="'lr' is 0.1 for '0.weight' and 0.2 for '2.weight'"):
+            with pytest.raises(FdsdError, match=r"'lr' is 0.1 for '0.weight' and 0.2 for '2.weight'"):
                 set_optimizer_state_dict(net, new, state)
             assert new.param_groups[0]["lr"] == 0.3 and not new.state
 
@@ -440,10 +439,8 @@ class TestRefusals:
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
         train(net, old)
         weights = {**get_model_state_dict(net), "0.bias": torch.ones(8)}
-        with pytest.raises(RuntimeError, match="size mismatch for 0.bias"):
-            set_state_dict(
-                net, new, model_state_dict=weights, optim_state_dict=get_optimizer_state_dict(net, old)
-            )
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0.bias"):
+            set_state_dict(net, new, model_state_dict=weights, optim_state_dict=get_optimizer_state_dict(net, old))
         assert not new.state
 
 
@@ -453,9 +450,7 @@ class TestSetStateDict:
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
         train(net, old)
         before = copy.deepcopy(net.state_dict())
-        result = set_state_dict(
-            net, new, model_state_dict={}, optim_state_dict=get_optimizer_state_dict(net, old)
-        )
+        result = set_state_dict(net, new, model_state_dict={}, optim_state_dict=get_optimizer_state_dict(net, old))
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
         assert_same(frozen_copy(new), frozen_copy(old))
         assert_same(dict(net.state_dict()), dict(before))

@@ -66,7 +66,7 @@ class TestSurface:
         assert [item for item in mine if item[0] != "dsd_fqn_modifiers"] == [
             item for item in theirs if item[0] != "dsd_fqn_modifiers"
         ]
-        assert ("dsd_fqn_modifiers", "_fqn_modifiers") == mine[2]
+        assert mine[2] == ("dsd_fqn_modifiers", "_fqn_modifiers")
 
     def test_fields_of_the_options_are_torchs_in_order(self) -> None:
         mine = [(f.name, f.default) for f in dataclasses.fields(StateDictOptions)]
