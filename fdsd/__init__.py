@@ -185,10 +185,7 @@ if not TYPE_CHECKING:  # to a checker, a module with __getattr__ would have ever
         if name == "__version__":
             value: object = _version()
         elif name in _HOME:
-            from fdsd.data.collecting import collector_paused
-
-            with collector_paused():  # a third of the time: classes are many small objects
-                value = getattr(import_module(_HOME[name]), name)
+            value = getattr(import_module(_HOME[name]), name)
         else:
             raise AttributeError(f"module 'fdsd' has no attribute {name!r}")
         globals()[name] = value

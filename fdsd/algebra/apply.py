@@ -17,7 +17,6 @@ from fdsd.algebra.lazy import Lazy, Op
 from fdsd.algebra.memory import MemorySource, SpecSource
 from fdsd.algebra.ops.call import Call, Item
 from fdsd.algebra.ops.leaves import Constant, Origin
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.spec import OpaqueSpec, TensorSpec, VirtualTensor, is_exact, spec_of
 from fdsd.data.statedict import StateDict, require_mapping
@@ -83,15 +82,14 @@ def defer(state: Mapping[str, Any]) -> StateDict[Any]:
     """
     made: dict[str, Any] = {}
     seen: dict[Hashable, Any] = {}
-    with collector_paused():
-        for fqn, leaf in require_mapping(state, "defer").items():
-            key = None if isinstance(leaf, Lazy) else tie_key(leaf)
-            if key is None:
-                made[fqn] = defer_leaf(leaf, fqn)
-            else:
-                if key not in seen:
-                    seen[key] = defer_leaf(leaf, fqn)
-                made[fqn] = seen[key]
+    for fqn, leaf in require_mapping(state, "defer").items():
+        key = None if isinstance(leaf, Lazy) else tie_key(leaf)
+        if key is None:
+            made[fqn] = defer_leaf(leaf, fqn)
+        else:
+            if key not in seen:
+                seen[key] = defer_leaf(leaf, fqn)
+            made[fqn] = seen[key]
     return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()), "lazy")
 
 

@@ -143,7 +143,9 @@ def saving_code(module: nn.Module, kind: Kind) -> tuple[str, ...]:
     ('the state dict hook <lambda>',)
     """
     patched = _patched(module, ("state_dict", "_save_to_state_dict"))
-    return (*kind.saving, *patched, *[f"the state dict hook {_told(hook)}" for hook in post_hooks(module)])
+    inside: Any = module
+    hooks = [f"the state dict hook {_told(hook)}" for hook in post_hooks(module)] if inside._state_dict_hooks else ()
+    return (*kind.saving, *patched, *hooks)
 
 
 def loading_code(module: nn.Module, kind: Kind) -> tuple[str, ...]:
@@ -156,9 +158,10 @@ def loading_code(module: nn.Module, kind: Kind) -> tuple[str, ...]:
     """
     inside: Any = module
     before, after = inside._load_state_dict_pre_hooks, inside._load_state_dict_post_hooks
-    hooks: list[Any] = [hook for hook in (*before.values(), *after.values()) if not _is_harmless(hook)]
+    given: list[Any] = [*before.values(), *after.values()]
+    hooks = [f"the load hook {_told(hook)}" for hook in given if not _is_harmless(hook)] if given else ()
     patched = _patched(module, ("load_state_dict", "_load_from_state_dict"))
-    return (*kind.loading, *patched, *[f"the load hook {_told(hook)}" for hook in hooks])
+    return (*kind.loading, *patched, *hooks)
 
 
 def _told(hook: Any) -> str:

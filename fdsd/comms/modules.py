@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -101,9 +102,8 @@ def layout_of(live: LiveTensor) -> Placement | None:
     if live.flat is not None:
         return live.flat.placement()
     if is_dtensor(live.tensor):
-        from fdsd.comms.dtensors import layout_of_dtensor
-
-        return layout_of_dtensor(live.tensor)
+        found: Placement = _dtensors().layout_of_dtensor(live.tensor)
+        return found
     return None
 
 
@@ -124,7 +124,12 @@ def memory_of(live: LiveTensor) -> torch.Tensor:
     if live.flat is not None:
         return live.flat.memory()
     if is_dtensor(live.tensor):
-        from fdsd.comms.dtensors import local_of_dtensor
-
-        return local_of_dtensor(live.tensor)
+        found: torch.Tensor = _dtensors().local_of_dtensor(live.tensor)
+        return found
     return live.tensor.detach()
+
+
+@lru_cache(1)
+def _dtensors() -> Any:
+    """Load what knows DTensors when there is one; even to import it again takes a while, for thousands of tensors."""
+    return import_module("fdsd.comms.dtensors")

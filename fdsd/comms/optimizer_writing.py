@@ -20,7 +20,6 @@ from fdsd.comms.optimizer_flats import joined_row
 from fdsd.comms.optimizer_groups import GroupMatch
 from fdsd.comms.optimizer_probe import fresh_copy
 from fdsd.comms.optimizer_values import Arrivals, Policy
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import SpecMismatch, add_note
 from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem, describe
@@ -110,16 +109,14 @@ def write_optimizers(
     for live in loaded.optimizers:
         arrivals.protect(live.state)
     with torch.no_grad():
-        with collector_paused():
-            changes = [_Change.of(loaded, i, arrivals, frozenset(keep)) for i in range(len(loaded.optimizers))]
+        changes = [_Change.of(loaded, i, arrivals, frozenset(keep)) for i in range(len(loaded.optimizers))]
         ours = [change for change in changes if not change.live.loads_its_own_way]
         for change in changes:  # code of others first: if it raises, the rest is as it was
             if change.live.loads_its_own_way:
                 change.hand_over()
-        with collector_paused():
-            arrivals.land()
-            for change in ours:
-                change.install()
+        arrivals.land()
+        for change in ours:
+            change.install()
         for change in ours:
             change.settle()
 

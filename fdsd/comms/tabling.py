@@ -14,7 +14,6 @@ from torch.nn.parameter import Parameter
 
 from fdsd.comms.hooks import Machine
 from fdsd.comms.live import ExtraState, LiveTensor, Modules
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import NameConflict, listing
 from fdsd.data.ties import tie_key
 
@@ -51,8 +50,7 @@ class Table:
         Raises:
             NameConflict: Two different tensors have one name.
         """
-        with collector_paused():
-            self._extend(found)
+        self._extend(found)
 
     def _extend(self, found: Iterable[LiveTensor]) -> None:
         tensors, names, fqns, extra = self._tensors, self._names, self._fqns, self._extra
@@ -145,8 +143,7 @@ class Table:
 
     def finished(self) -> Modules:
         """Give the tables."""
-        with collector_paused():
-            self._join_same_memory()
+        self._join_same_memory()
         for fqn, live in self._tensors.items():
             if live.tied_to is not None:
                 self._aliases.setdefault(live.tied_to, []).append(fqn)

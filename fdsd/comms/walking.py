@@ -15,7 +15,6 @@ from fdsd.comms.hooks import Kind, Machine, has_own_code, kind_of, loading_code,
 from fdsd.comms.live import LiveTensor
 from fdsd.comms.tabling import Table
 from fdsd.comms.wrappers import EXTRA_STATE, FSDP1_WRAPPED
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ class Walk:
         self._dtypes: dict[int, torch.dtype] = {}  # of buffers before mixed precision, by their identity
         self._kinds: dict[type[nn.Module], Kind] = {}
         self._above: set[int] = set()
-        with collector_paused():
-            self._visit(part, "")
+        self._visit(part, "")
         self.machines.sort(key=lambda found: (found[0].start, -found[0].stop))
 
     def _visit(self, module: nn.Module, prefix: str) -> None:
@@ -135,11 +133,10 @@ class Walk:
             return
         if has_run or is_flat:
             self._read_anew()
-        with collector_paused():
-            places: Any = self.places
-            table.metadata.update(
-                {prefix[:-1]: {"version": module._version} for module, prefix, kind in places if kind.wraps is None}
-            )
+        places: Any = self.places
+        table.metadata.update(
+            {prefix[:-1]: {"version": module._version} for module, prefix, kind in places if kind.wraps is None}
+        )
         done = 0
         for end, (module, prefix, _) in self._extras:
             table.extend(self._rows[done:end])

@@ -139,10 +139,8 @@ def _made_by_itself(name: str, modules: Modules, state: Mapping[str, Any]) -> bo
 def told(missing: Sequence[str], unexpected: Sequence[str], errors: Sequence[str], model: str) -> str:
     """Word an error as ``nn.Module.load_state_dict`` does.
 
-    >>> print(told(["a"], [], ["b is odd"], "Net"))
-    Error(s) in loading state_dict for Net:
-        Missing key(s) in state_dict: "a".
-        b is odd
+    >>> told(["a"], [], ["b is odd"], "Net")
+    'Error(s) in loading state_dict for Net:\\n\\tMissing key(s) in state_dict: "a". \\n\\tb is odd'
     """
     lines = list(errors)
     for what, names in (("Unexpected", unexpected), ("Missing", missing)):

@@ -108,7 +108,10 @@ class Load:
         return node if isinstance(node, Lazy) else None
 
     def _request(self, live: LiveTensor, source: str, *, fresh: bool) -> Request:
-        node, target, spec = self._node(source), layout_of(live), live.spec
+        node, target = self._node(source), layout_of(live)
+        if not fresh and live.flat is None and (node is None or node.shape == live.tensor.shape):
+            return Request(node, target, False, memory_of(live))
+        spec = live.spec
         if node is not None and node.shape != spec.shape:
             node = apply(SplitDim(0, ()), node)  # one element, in one dim
         if live.flat is not None:

@@ -53,8 +53,12 @@ class _Plan:
     targets: Mapping[Place, SlotTarget]
     everywhere: bool  # rank 0 gives for all
     known: Sequence[Meeting]
+    names: dict[Place, str] = field(init=False)
     here: dict[Place, torch.Tensor] = field(factory=dict)
     nodes: dict[Place, Lazy | None] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.names = {place: _name(place) for place in self.targets}
 
     @classmethod
     def of(
@@ -68,11 +72,11 @@ class _Plan:
         for place, target in targets.items():
             value: Any = state.slots[place[0]][place[1]]
             if from_zero is not None:
-                plan.nodes[place] = target.flatten(from_zero.node(_name(place)))
+                plan.nodes[place] = target.flatten(from_zero.node(plan.names[place]))
             elif (local := _local_part(value, target)) is not None:
                 plan.here[place] = local
             else:
-                plan.nodes[place] = target.flatten(defer_leaf(value, _name(place)))
+                plan.nodes[place] = target.flatten(defer_leaf(value, plan.names[place]))
         return plan
 
     def meetings(self, outs: Mapping[Place, torch.Tensor | None]) -> Meetings:
@@ -82,7 +86,7 @@ class _Plan:
             target = self.targets[place]
             out = outs.get(place)
             request = Request(node, target.placement, False, out, target.spec.dtype)
-            made.add(_name(place), request, everywhere=self.everywhere)
+            made.add(self.names[place], request, everywhere=self.everywhere)
         return made
 
     def carried_out(self, state: OptimState, agreed: Collection[Meeting]) -> OptimState:
@@ -111,7 +115,7 @@ class _Plan:
         copy_pairs(pairs)
         found: dict[Place, torch.Tensor] = {}
         for place, out in outs.items():
-            delivered = made.get(_name(place))
+            delivered = made.get(self.names[place])
             memory = out if delivered is None else delivered
             if memory is not None:
                 found[place] = self.targets[place].finished(memory)

@@ -21,6 +21,7 @@ from fdsd.data.protocols import Piece, World
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, is_exact, known_spec, spec_of
 from fdsd.data.statedict import StateDict
+from fdsd.data.values import is_mapping
 from fdsd.layout.layout import Layout
 from fdsd.layout.mesh import Mesh
 from fdsd.layout.placement import Replicate
@@ -141,15 +142,29 @@ def _outlined(name: Any, tensor: torch.Tensor) -> Any:
 
 
 def outline_of_tree(state: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Give the outline of a nested state dict."""
+    """Give the outline of a nested state dict of optimizers: specs of the slots; tensors elsewhere as they are."""
     sharded: list[str] = []
 
     def told(path: Path, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not is_exact(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not is_exact(leaf):
             sharded.append(named(path))
-        return _spec(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return _spec(leaf) if _is_slot(state, path) else leaf.detach().cpu().clone()
 
     return mapped(state, told), sharded
+
+
+def _is_slot(state: Any, path: Path) -> bool:
+    """Tell what is delivered by itself: not options of groups, such as learning rates, nor what stands in lists."""
+    if path[0] != "state" and not str(path[0]).startswith("state."):
+        return False
+    if any(isinstance(key, int) for key in path[2:]):
+        for key in path:
+            if not is_mapping(state):
+                return False
+            state = state[key]
+    return True
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:

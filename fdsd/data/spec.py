@@ -18,9 +18,21 @@ from attrs import field, frozen
 from fdsd.data.errors import SpecMismatch, Unsupported
 from fdsd.data.place import Place
 
-__all__ = ["OpaqueSpec", "TensorSpec", "VirtualTensor", "dtype_name", "is_exact", "known_spec", "spec_of"]
+__all__ = [
+    "OpaqueSpec",
+    "PlainAccess",
+    "TensorSpec",
+    "VirtualTensor",
+    "dtype_name",
+    "is_exact",
+    "known_spec",
+    "spec_of",
+]
 
 Shape = tuple[int, ...]
+
+# ShardedTensor warns of its end whenever an attribute is looked at.
+PlainAccess = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # no public name
 
 
 def _to_shape(shape: Iterable[int]) -> Shape:
@@ -164,6 +176,9 @@ def spec_of(leaf: Any) -> TensorSpec | None:
     >>> spec_of("extra state") is None
     True
     """
+    if is_exact(leaf):
+        _check_grid(leaf)
+        return known_spec(leaf.shape, leaf.dtype)
     if isinstance(leaf, TensorSpec):
         return leaf
     if isinstance(leaf, torch.Tensor):
@@ -172,12 +187,12 @@ def spec_of(leaf: Any) -> TensorSpec | None:
                 "An uninitialized parameter of a lazy module has no shape yet; run the module once, then take its "
                 "state."
             )
-        if is_exact(leaf):
-            _check_grid(leaf)
+        with PlainAccess():
+            shape, dtype = leaf.shape, leaf.dtype
         try:
-            return known_spec(leaf.shape, leaf.dtype)
+            return known_spec(shape, dtype)
         except TypeError:  # sizes that are symbols have no hash
-            return TensorSpec(leaf.shape, leaf.dtype)
+            return TensorSpec(shape, dtype)
     if isinstance(leaf, VirtualTensor):
         return leaf.spec
     return None

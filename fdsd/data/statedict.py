@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 import optree
 import torch
 
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, Unsupported, listing
 from fdsd.data.naming import nearest
 from fdsd.data.place import Place
@@ -304,14 +303,13 @@ def specs(state: Mapping[str, Any]) -> StateDict[Any]:
     """
     state = require_mapping(state, "specs")
     made: dict[str, Any] = {}
-    with collector_paused():
-        places = _shared_places(state)
-        for name, leaf in state.items():
-            spec = spec_of(leaf)
-            place = places.get(name)
-            if spec is not None and spec.tie != place:
-                spec = TensorSpec(spec.shape, spec.dtype, tie=place)
-            made[name] = leaf if spec is None else spec
+    places = _shared_places(state)
+    for name, leaf in state.items():
+        spec = spec_of(leaf)
+        place = places.get(name)
+        if spec is not None and spec.tie != place:
+            spec = TensorSpec(spec.shape, spec.dtype, tie=place)
+        made[name] = leaf if spec is None else spec
     return StateDict.trusted(made, getattr(state, "_metadata", None), kind="abstract")
 
 

@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 
-from fdsd.data.collecting import collector_paused
 from fdsd.data.place import Place, row_major_or
-from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
+from fdsd.data.spec import PlainAccess, TensorSpec, VirtualTensor, is_exact
 
 __all__ = ["place_in_parts", "place_of", "place_over_ranks", "storage_id", "tie_key", "ties"]
-
-# ShardedTensor warns of its end whenever an attribute is looked at.
-_PlainAccess = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # no public name
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -67,7 +63,7 @@ def place_over_ranks(tensor: torch.Tensor) -> Place | None:
     shards = [local] if isinstance(local, torch.Tensor) else [s.tensor for s in getattr(tensor, "_local_shards", ())]
     if not shards:
         return None
-    with _PlainAccess():
+    with PlainAccess():
         placements = getattr(tensor, "placements", None)
     return place_in_parts(placements, shards)
 
@@ -89,7 +85,7 @@ def tie_key(leaf: object) -> Hashable | None:
             return _place_in_memory(leaf), tuple(leaf.shape), leaf.dtype
         if (held := place_over_ranks(leaf)) is None:
             return "object", id(leaf)  # it may have no shape to ask for
-        with _PlainAccess():
+        with PlainAccess():
             return held, tuple(leaf.shape), leaf.dtype
     place = place_of(leaf)
     if place is None:
@@ -106,8 +102,7 @@ def ties(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
     [('embed', 'head')]
     """
     groups: dict[Hashable, list[str]] = {}
-    with collector_paused():
-        for name, leaf in state.items():
-            if (key := tie_key(leaf)) is not None:
-                groups.setdefault(key, []).append(name)
-        return [tuple(names) for names in groups.values() if len(names) > 1]
+    for name, leaf in state.items():
+        if (key := tie_key(leaf)) is not None:
+            groups.setdefault(key, []).append(name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]

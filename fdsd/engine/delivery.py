@@ -23,6 +23,7 @@ from fdsd.engine.messages import WINDOW, Buffers, Exchange, Window
 from fdsd.engine.overwriting import Kept, is_placed, kept_of, memory_of
 from fdsd.engine.request import Request
 from fdsd.engine.rounds import PROGRAMS, Rounds
+from fdsd.engine.staging import ACCELERATOR, Layer
 from fdsd.engine.views import Views
 from fdsd.engine.wirings import WIRINGS
 from fdsd.layout.program import to_list
@@ -86,6 +87,7 @@ class _Plan:
     device: torch.device
     limits: Limits
     window: Window
+    layer: Layer
     positions: array[int] = field(factory=lambda: array("q"))  # the names that are no other's tie
 
     @property
@@ -120,8 +122,9 @@ class _Run:
         world = plan.world
         mine = [plan.agreed.mine[at] for at in plan.positions]
         self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
-        memory = Memory(self._tensors, Kept(), plan.device)
-        self._exchange = Exchange(world, memory, Buffers(plan.window.buffers, world.device), plan.window)
+        memory = Memory(self._tensors, Kept(), plan.device, plan.layer)
+        layer = plan.layer if world.device.type == "cpu" and memory.has_far else None
+        self._exchange = Exchange(world, memory, Buffers(plan.window.buffers, world.device, layer), plan.window)
         self._made: dict[int, torch.Tensor] = {}  # the results that have not been given yet, by their place among names
         self._uses = Counter(plan.agreed.leaders)
         self._prepare(memory)
@@ -226,6 +229,7 @@ def plan_delivery(
     rank: int = 0,
     limits: Limits = LIMITS,
     window: Window = WINDOW,
+    layer: Layer = ACCELERATOR,
 ) -> Delivery:
     """Agree on what is to be delivered, and plan it. Collective, if there is a world.
 
@@ -239,6 +243,7 @@ def plan_delivery(
         rank: Which rank this process is in the targets, if there is no world.
         limits: The sizes of messages.
         window: How many messages are under way at once.
+        layer: The accelerators.
 
     Raises:
         FdsdError: The same on all ranks. Nothing has been written, or read. ``RankDisagreement``: ranks state
@@ -270,5 +275,5 @@ def plan_delivery(
     wirings = WIRINGS.all_of(agreed, world.ranks, limits)
     positions = array("q", [at for at, leader in enumerate(agreed.leaders) if at == leader])
     given = list(requests.values())
-    plan = _Plan(world, agreed, statement, given, wirings, budget, where, limits, window, positions)
+    plan = _Plan(world, agreed, statement, given, wirings, budget, where, limits, window, layer, positions)
     return Delivery(agreed.names, plan)

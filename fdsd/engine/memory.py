@@ -6,16 +6,18 @@ How messages travel is unknown here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
-from attrs import define, field
+from attrs import Factory, define, field
 
 from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.plan import View
 from fdsd.data.errors import SpecMismatch
-from fdsd.engine.overwriting import Kept
+from fdsd.engine.overwriting import Kept, memory_of
 from fdsd.engine.request import Request
+from fdsd.engine.staging import ACCELERATOR, Layer, Staging
 from fdsd.engine.steps import run_steps
 from fdsd.engine.views import Part, Views
 from fdsd.layout.cutting import Spot
@@ -44,7 +46,7 @@ class Delivered:
         self.is_settled = False
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class Memory:
     """The memory of this rank.
 
@@ -52,17 +54,30 @@ class Memory:
         tensors: All tensors, in order.
         kept: The sources that were copied before anything is written.
         device: Where fresh results are made.
+        layer: The accelerators.
     """
 
     tensors: Sequence[Delivered]
     kept: Kept
     device: torch.device
+    layer: Layer = ACCELERATOR
     _results: dict[int, torch.Tensor] = field(factory=dict[int, torch.Tensor], init=False)
     _staging: dict[int, dict[int, torch.Tensor]] = field(factory=dict[int, dict[int, torch.Tensor]], init=False)
+    _through: Staging = field(default=Factory(lambda self: Staging(self.layer), takes_self=True), init=False)
     _short: tuple[list[torch.Tensor], list[torch.Tensor]] = field(factory=lambda: ([], []), init=False)
     _sources: dict[tuple[int, int], torch.Tensor | None] = field(
         factory=dict[tuple[int, int], "torch.Tensor | None"], init=False
     )
+
+    @cached_property
+    def has_far(self) -> bool:
+        """Whether any tensor is in the memory of an accelerator."""
+        if not self.layer.is_there():
+            return False
+        known = [memory_of(origin) for tensor in self.tensors for origin in tensor.origins]
+        known += [tensor.request.out for tensor in self.tensors if tensor.request is not None]
+        known.append(torch.empty(0, device=self.device))
+        return any(tensor is not None and self.layer.is_far(tensor) for tensor in known)
 
     def source(self, i: int, part: Part) -> torch.Tensor | None:
         """View a part in the memory of its source; ``None`` if it is not in memory and has to be read."""
@@ -108,7 +123,7 @@ class Memory:
         if request is None or request.out is None:
             made = torch.empty(want.shape, dtype=want.dtype, device=self.device)
         else:
-            made = request.out.detach()
+            made = request.out.detach() if request.out.requires_grad else request.out
             if made.shape != want.shape:
                 raise SpecMismatch(f"its memory has the shape {tuple(made.shape)}, not {want.shape}.")
         self._results[i] = made
@@ -148,7 +163,7 @@ class Memory:
         if not tensor.is_settled:
             may_wait = not (recipe.again or recipe.steps)
             for part in tensor.views.keeps:
-                if not (may_wait and part.is_short and part.is_plain and self._defer(i, part)):
+                if not (may_wait and part.is_plain and self._defer(i, part)):
                     self.read(i, part, self.target(i, part))
         for source, out in recipe.again:
             copy_elements(self._at(i, source), self._at(i, out))
@@ -159,23 +174,32 @@ class Memory:
         return result if request is None or request.out is None else request.out
 
     def _defer(self, i: int, part: Part) -> bool:
-        """Have a part copied together with others when the round ends; tell whether this can be done."""
+        """Have a part copied beside others, until the round ends; tell whether it had better be."""
+        if not part.is_short and not self.has_far:
+            return False
         view = self.source(i, part)
-        if view is not None:
-            self._short[0].append(self.target(i, part))
+        if view is None:
+            return False
+        out = self.target(i, part)
+        if self.has_far and self.layer.is_far(view) and not self.layer.is_far(out):
+            self._through.copy(view, out)
+        else:
+            self._short[0].append(out)
             self._short[1].append(view)
-        return view is not None
+        return True
 
     def settle(self) -> None:
         """Do what was left for the end of the round; only then all results are complete."""
         outs, views = self._short
         if outs:
             torch._foreach_copy_(outs, views)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        self._through.finish()
 
     def forget(self) -> None:
         """Let go of what a round needed; what has failed may have left something."""
         for some in (self._results, self._staging, self._sources, *self._short):
             some.clear()
+        self._through.forget()
 
     def _run(self, i: int) -> None:
         tensor, result = self.tensors[i], self._result(i)

@@ -7,6 +7,7 @@ What is sent, and what is done with it, is ``memory``'s business.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from attrs import define, field, frozen
@@ -15,6 +16,7 @@ from fdsd.algebra.dtypes import copy_elements, movable
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.protocols import Pending, World
 from fdsd.engine.memory import Memory
+from fdsd.engine.staging import Layer, Mark
 from fdsd.layout.program import Program, to_list
 
 __all__ = ["WINDOW", "Buffers", "Exchange", "Window"]
@@ -47,12 +49,15 @@ class Buffers:
     Args:
         most: How many there are at most.
         device: Where they lie.
+        layer: Makes those that accelerators reach directly; ``None`` for ordinary ones.
     """
 
     most: int
     device: torch.device
+    layer: Layer | None = None
     _free: list[torch.Tensor] = field(factory=list[torch.Tensor], init=False)
     _num: int = field(default=0, init=False)
+    _marks: dict[int, Sequence[Mark]] = field(factory=dict[int, "Sequence[Mark]"], init=False)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """Give a buffer of at least so many bytes; ``None`` if all are in use."""
@@ -60,6 +65,7 @@ class Buffers:
             self._free.sort(key=len)
             fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= nbytes]
             found = self._free.pop(fitting[0] if fitting else -1)
+            self._wait_for(found)
             return found if fitting else self._fresh(nbytes)
         if self._num < self.most:
             self._num += 1
@@ -67,11 +73,24 @@ class Buffers:
         return None
 
     def _fresh(self, nbytes: int) -> torch.Tensor:
+        if self.layer is not None:
+            return self.layer.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back."""
+    def give(self, buffer: torch.Tensor, marks: Sequence[Mark] = ()) -> None:
+        """Take a buffer back; it is used again when the marks are reached."""
         self._free.append(buffer)
+        if marks:
+            self._marks[buffer.data_ptr()] = marks
+
+    def _wait_for(self, buffer: torch.Tensor) -> None:
+        for mark in self._marks.pop(buffer.data_ptr(), ()):
+            mark.synchronize()
+
+    def wait(self) -> None:
+        """Wait until no buffer is read any more."""
+        for buffer in self._free:
+            self._wait_for(buffer)
 
 
 @frozen(eq=False)
@@ -134,6 +153,7 @@ class Exchange:
     def finish(self) -> None:
         """Complete all messages."""
         self.advance(len(self._columns[0]) - 1)
+        self.buffers.wait()
 
     def fail(self, error: Exception, tensor: int) -> None:
         """Note that something went wrong with a tensor; the first time counts."""
@@ -167,9 +187,8 @@ class Exchange:
         posted.pending.wait()
         self._posted.popleft()
         if posted.buffer is not None:
-            if not self._columns[1][posted.number]:
-                self._unpack(posted.number, posted.buffer)
-            self.buffers.give(posted.buffer)
+            is_sent = self._columns[1][posted.number]
+            self.buffers.give(posted.buffer, () if is_sent else self._unpack(posted.number, posted.buffer))
 
     def _straight(self, number: int) -> torch.Tensor | None:
         """Give the bytes of a message of one part as they lie in the memory of its tensor, if they can travel so."""
@@ -186,22 +205,28 @@ class Exchange:
             return None
         if view is None or view.dtype != part.wire or view.device != self.world.device or not view.is_contiguous():
             return None
+        if self.buffers.layer is not None and self.buffers.layer.is_far(view):
+            return None
         flat = movable(view)  # a view whose sizes are 1 counts as contiguous whatever its strides are
         return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
 
     def _pack(self, number: int, buffer: torch.Tensor) -> None:
         """Pack the parts of a message; zeros, if something has gone wrong."""
         if self.error is None:
-            self._each(number, buffer, is_send=True)
+            for mark in self._each(number, buffer, is_send=True):
+                mark.synchronize()
         if self.error is not None:
             buffer[: self._columns[2][number]].zero_()
 
-    def _unpack(self, number: int, buffer: torch.Tensor) -> None:
-        if self.error is None:
-            self._each(number, buffer, is_send=False)
+    def _unpack(self, number: int, buffer: torch.Tensor) -> Sequence[Mark]:
+        return self._each(number, buffer, is_send=False) if self.error is None else ()
 
-    def _each(self, number: int, buffer: torch.Tensor, *, is_send: bool) -> None:
-        """Copy all parts of a message between its buffer and their memory, many of them at once."""
+    def _each(self, number: int, buffer: torch.Tensor, *, is_send: bool) -> Sequence[Mark]:
+        """Copy all parts of a message between its buffer and their memory, many of them at once.
+
+        Returns:
+            What has to be waited for, if accelerators take part.
+        """
         bounds, instances, overlaps, parts, offsets = self._columns[3:]
         sources: list[torch.Tensor] = []
         outs: list[torch.Tensor] = []
@@ -221,10 +246,20 @@ class Exchange:
                 else:
                     sources.append(view if is_send else packed)
                     outs.append(packed if is_send else view)
+            if sources and self.buffers.layer is not None:
+                return _begin(self.buffers.layer, outs, sources)
             if sources:
                 torch._foreach_copy_(outs, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
         except Exception as error:  # told to all at the end
             self.fail(error, i)
+        return ()
+
+
+def _begin(layer: Layer, outs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Sequence[Mark]:
+    """Begin copies between a buffer that accelerators reach directly and any memory."""
+    layer.copy(outs, sources)
+    devices = {tensor.device for some in (outs, sources) for tensor in some if layer.is_far(tensor)}
+    return [layer.mark(device) for device in devices]
 
 
 def _typed(buffer: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

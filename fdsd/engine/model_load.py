@@ -289,8 +289,8 @@ def plan_model(
     >>> modules = read_modules(torch.nn.ParameterDict({"w": torch.zeros(1)}))
     >>> load = plan_model(outline_of(Alone(), {"w": torch.ones(1)}, "restore"), modules, specs_of(modules), Rules())
     >>> load.wish()
-    >>> list(load.wishes), load.problems
-    (['w'], [])
+    >>> len(load.pairs), load.wishes, load.problems
+    (1, {}, [])
     """
     match = match_state(
         state.leaves,

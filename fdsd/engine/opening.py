@@ -8,7 +8,6 @@ from typing import Any
 
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops import Origin
-from fdsd.data.collecting import collector_paused
 from fdsd.data.protocols import Source
 from fdsd.data.statedict import StateDict
 from fdsd.data.ties import tie_key
@@ -44,8 +43,7 @@ def open(path: str | os.PathLike[str], *, format: str | None = None, key: str | 
     })
     """
     source = open_source(path, format=format, key=key)
-    with collector_paused():
-        return state_of(source)
+    return state_of(source)
 
 
 def state_of(source: Source) -> StateDict[Any]:

@@ -204,7 +204,8 @@ def plan_optim(
             odd += [fqn] if fqn in scope or (fqn in listed and fqn not in elsewhere) else []
     fine = excused([*left, *odd], {**dict.fromkeys(table.names), **scope}, rules.allow_unexpected)
     state = table.without(absent | fine)
-    lacking = [fqn for fqn in known if fqn in scope and fqn not in {_first(modules, one) for one in state.fqns}]
+    stated = {_first(modules, fqn) for fqn in state.fqns}
+    lacking = [fqn for fqn in known if fqn in scope and fqn not in stated]
     stays = frozenset([*excused(lacking, scope, rules.allow_missing), *kept])
     load = OptimLoad(modules, optimizers, state, {"require": "listed", "keep": stays, "allow_unexpected": False})
     load.problems = [
@@ -213,8 +214,8 @@ def plan_optim(
         *_left_out([fqn for fqn in left if fqn not in fine]),
         *check_write(state, modules, optimizers, **load.how),
     ]
-    have = {_first(modules, fqn) for column in state.slots.values() for fqn in column}
-    load.without_state = tuple([fqn for fqn in state.fqns if _first(modules, fqn) in known - have])
+    lacks = known - {_first(modules, fqn) for column in state.slots.values() for fqn in column}
+    load.without_state = tuple([fqn for fqn in state.fqns if _first(modules, fqn) in lacks])
     return load
 
 

@@ -14,7 +14,6 @@ from attrs import frozen
 from fdsd.algebra.apply import defer, defer_leaf
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import world_for
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.protocols import World
 from fdsd.data.sizes import parse_size
@@ -141,8 +140,7 @@ def _save_safetensors(state: Mapping[str, Any], how: _How, extras: Assets) -> No
     stored = {name: lazy[name] for name in specs if name not in owners}
     stream = Stream(stored, how.budget)
     made = provenance(state, stream.others, stream.extents)
-    with collector_paused():
-        sink = how.begin(specs, metadata=made, aliases=owners, origins=stream.origins)
+    sink = how.begin(specs, metadata=made, aliases=owners, origins=stream.origins)
     with sink, Progress(f"saving {how.path.name}", sum([specs[name].nbytes for name in stored])) as progress:
         stream.write(sink, progress)
         extras.place()

@@ -6,14 +6,12 @@ What will be copied is found out before anything is written. Nothing here makes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 
 from fdsd.algebra.fill import Session, over_budget
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.plan import Run, check_budget, plan_of
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import OverBudget, add_note
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
@@ -50,17 +48,16 @@ class Stream:
         self._extents: dict[str, Extent] = {}
         self._runs: dict[str, Sequence[CopyRun] | None] = {}
         filled: list[Lazy] = []
-        with collector_paused():
-            for name, node in nodes.items():
-                found = finder.find(node)
-                if isinstance(found, Extent):
-                    self._extents[name] = found
-                elif found:
-                    self._runs[name] = found if len(found) <= _REMEMBERED else None
-                else:
-                    filled.append(node)
-                    continue
-                self.origins[name] = start_of(found)
+        for name, node in nodes.items():
+            found = finder.find(node)
+            if isinstance(found, Extent):
+                self._extents[name] = found
+            elif found:
+                self._runs[name] = found if len(found) <= _REMEMBERED else None
+            else:
+                filled.append(node)
+                continue
+            self.origins[name] = start_of(found)
         self._chunk = _chunk_for(budget)
         _check(filled, budget)
         self._session = Session(filled, budget=_rest(budget))
@@ -80,8 +77,7 @@ class Stream:
     def write(self, sink: SafetensorsSink, progress: Progress) -> None:
         """Write all tensors."""
         waiting: list[tuple[str, Extent]] = []
-        copies_only = not self._session.roots
-        with torch.no_grad(), collector_paused() if copies_only else nullcontext():
+        with torch.no_grad():
             for name, node in self._nodes.items():
                 extent = self._extents.get(name)
                 if extent is not None:

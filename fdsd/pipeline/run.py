@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import FdsdError, add_note
 from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem, describe
@@ -44,11 +42,9 @@ def run_step(step: Step, state: Any) -> Any:
         raise_problems(step, problems)
         return lifted
     scope = Scope(state)
-    # where nothing is computed yet, no memory is held that only the collector would give back
-    with nullcontext() if scope.kind == "exact" else collector_paused():
-        rewrite = step.rewrite(scope)
-        raise_problems(step, rewrite.problems)
-        return _run_rewrite(step, rewrite, scope, state)
+    rewrite = step.rewrite(scope)
+    raise_problems(step, rewrite.problems)
+    return _run_rewrite(step, rewrite, scope, state)
 
 
 def _check_shapes(step: Step, rewrite: Rewrite, state: Mapping[str, Any]) -> None:

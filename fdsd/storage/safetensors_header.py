@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from fdsd.data.collecting import collector_paused
 from fdsd.data.errors import BadFile, SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec, dtype_name
 from fdsd.data.strict_json import as_list, as_object, is_text, parse_object
@@ -106,8 +105,7 @@ def read_header(path: str) -> tuple[Header, FileStamp]:
         read_exactly(fd, memoryview(raw), 8, path)
     finally:
         os.close(fd)
-    with collector_paused():
-        return parse_header(bytes(raw), stamp.size, path), stamp
+    return parse_header(bytes(raw), stamp.size, path), stamp
 
 
 def parse_header(raw: bytes, file_size: int, path: str) -> Header:

@@ -3,14 +3,15 @@
 ``python tests/bench/bench_transfers.py [gather] [load] [full] [optim] [--ranks 2 4] [--repeats 5] [--json PATH]``
 prints
 a table and JSON; ``tox -e bench`` collects it. Nothing here is a gate. Both run interleaved in the same processes, each
-between two barriers; seconds are medians of the slowest rank. ``received`` counts the bytes that the busiest rank
-received, over those it needed; ``peak`` is the most anonymous memory of any rank over what it had before, results
-included, in MB.
+between two barriers; seconds are medians of the slowest rank, and ``cpu`` those of the busiest one, which tell more
+where others use the machine. ``received`` counts the bytes that the busiest rank received, over those it needed;
+``extra`` is the most anonymous memory of any rank in a first run, over what it had before and the result, in MB.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import statistics
@@ -100,25 +101,47 @@ class Counted:
 
 
 def measured(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
-    """Time runs in turn; for each the median seconds and the peak in MB."""
+    """Time runs in turn; for each the median seconds, and the median CPU seconds of this rank."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    peaks: dict[str, list[int]] = {name: [] for name in runs}
-    for repeat in range(repeats + 1):
+    busy: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
         for name, run in runs.items():
             gc.collect()
             dist.barrier()
-            start = time.perf_counter()
-            if repeat == repeats:  # the sampling would disturb the timing
-                with peak() as most:
-                    kept = run()
-                peaks[name].append(most[0])
-            else:
-                kept = run()
+            start, cpu = time.perf_counter(), time.process_time()
+            kept = run()
+            busy[name].append(time.process_time() - cpu)
             dist.barrier()
-            if repeat < repeats:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
             del kept
-    return {name: (statistics.median(seconds[name]), max(peaks[name]) / MB) for name in runs}
+    return {name: (statistics.median(seconds[name]), statistics.median(busy[name])) for name in runs}
+
+
+def nbytes(result: object) -> int:
+    """The bytes of all plain tensors in nested dicts and lists."""
+    if isinstance(result, torch.Tensor):
+        return 0 if hasattr(result, "_local_tensor") else result.numel() * result.element_size()
+    values = result.values() if isinstance(result, dict) else result if isinstance(result, list | tuple) else ()
+    return sum([nbytes(value) for value in values])
+
+
+def peak_on_rank(rank: int, work: str, kind: str, name: str) -> float:
+    """The most anonymous memory of one rank in its first run, over what it had before and the result, in MB.
+
+    Each run has a process of its own, since memory that one has given back hides what the next one takes.
+    """
+    warm = nn.Linear(8, 8)
+    fully_shard(warm)
+    WORK[work](warm)[name]()  # imports and connections
+    model = MODELS[kind]()
+    fully_shard(model)
+    run = WORK[work](model)[name]
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    with peak() as most:
+        kept = run()
+    return (most[0] - (nbytes(kept) if work in ("gather", "optim") else 0)) / MB
 
 
 def bare(model: nn.Module) -> Callable[[], object]:
@@ -198,7 +221,7 @@ WORK: dict[str, Callable[[nn.Module], dict[str, Callable[[], object]]]] = {
 
 
 def on_rank(rank: int, work: str, kind: str, repeats: int) -> tuple[dict[str, tuple[float, float]], int, int]:
-    """Measure one kind of work on one rank: times and peaks, the bytes received, and those that were needed."""
+    """Measure one kind of work on one rank: times, the bytes received, and those that were needed."""
     torch.manual_seed(0)
     model = MODELS[kind]()
     fully_shard(model)
@@ -220,26 +243,36 @@ def rows(works: list[str], ranks: list[int], repeats: int) -> list[Row]:
     for work in works:
         for kind in ("small",) if work == "optim" else MODELS:
             for n in ranks:
-                found = run_ranks(on_rank, n, work, kind, repeats, timeout=1200)
-                times = {name: max(times[name][0] for times, _, _ in found) for name in found[0][0]}
-                peaks = {name: max(times[name][1] for times, _, _ in found) for name in found[0][0]}
-                busiest = max(found, key=lambda item: item[1])
-                made.append(
-                    {
-                        "work": work,
-                        "tensors": kind,
-                        "ranks": n,
-                        "theirs": times["theirs"],
-                        "ours": times["ours"],
-                        "ratio": times["theirs"] / times["ours"],
-                        "of bare": times["ours"] / times["bare"] if "bare" in times else "",
-                        "received": busiest[1] / busiest[2] if busiest[2] else busiest[1],
-                        "peak theirs": peaks["theirs"],
-                        "peak ours": peaks["ours"],
-                    }
-                )
+                made.append(row(work, kind, n, repeats))
                 print(json.dumps(made[-1]), flush=True)
     return made
+
+
+def row(work: str, kind: str, n: int, repeats: int) -> Row:
+    """Measure one kind of work, of the slowest rank each."""
+    found = run_ranks(on_rank, n, work, kind, repeats, timeout=1800)
+    times = {name: max(times[name][0] for times, _, _ in found) for name in found[0][0]}
+    busy = {name: max(times[name][1] for times, _, _ in found) for name in found[0][0]}
+    extra = {
+        name: max(run_ranks(peak_on_rank, n, work, kind, name, timeout=600))
+        for name in (("theirs", "ours") if kind == "big" else ())
+    }
+    busiest = max(found, key=lambda item: item[1])
+    return {
+        "work": work,
+        "tensors": kind,
+        "ranks": n,
+        "theirs": times["theirs"],
+        "ours": times["ours"],
+        "ratio": times["theirs"] / times["ours"],
+        "of bare": times["ours"] / times["bare"] if "bare" in times else "",
+        "cpu theirs": busy["theirs"],
+        "cpu ours": busy["ours"],
+        "cpu ratio": busy["theirs"] / busy["ours"],
+        "received": busiest[1] / busiest[2] if busiest[2] else busiest[1],
+        "extra theirs": extra.get("theirs", ""),
+        "extra ours": extra.get("ours", ""),
+    }
 
 
 def table(found: list[Row]) -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from attrs import frozen
@@ -329,7 +330,7 @@ def whole(value: Any) -> Any:
 def same(found: Any, expected: Any) -> None:
     """Compare state dicts or values: names in order, dtypes, shapes and bits; what lies over ranks is gathered."""
     if isinstance(expected, torch.Tensor):
-        mine = whole(found)
+        mine, expected = whole(found), whole(expected)
         assert isinstance(mine, torch.Tensor), type(mine)
         assert (mine.dtype, mine.shape) == (expected.dtype, expected.shape)
         assert torch.equal(mine, expected), f"{mine} is not {expected}"
@@ -410,5 +411,5 @@ def case(*names: Any) -> Iterator[None]:
     """Name the case in which something fails."""
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         raise AssertionError(f"{', '.join(map(str, names))}: {type(error).__name__}: {error}") from error

@@ -64,6 +64,7 @@ def unchanged(
 def _photo_of_tensor(tensor: Any) -> tuple[Any, ...]:
     local = getattr(tensor, "_local_tensor", tensor)
     has_data = isinstance(local, torch.Tensor) and not local.is_meta and local.layout is torch.strided
+    has_data = has_data and (not local.numel() or local.untyped_storage().nbytes() > 0)  # FSDP1 frees what it gathered
     return (
         id(tensor),
         type(tensor),
@@ -74,11 +75,18 @@ def _photo_of_tensor(tensor: Any) -> tuple[Any, ...]:
         tuple(tensor.shape),
         local.stride() if has_data else (),
         tensor.requires_grad,
-        tensor.is_leaf,
+        _is_leaf(tensor),
         str(getattr(tensor, "placements", "")),
         sorted(vars(tensor)),
         as_bytes(local.detach()).tolist() if has_data else None,
     )
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool | None:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view that FSDP1 has made, of what it has written to
+        return None
 
 
 def photo_of(value: Any, label: str = "value") -> Photo:
@@ -94,7 +102,7 @@ def _into(made: Photo, value: Any, label: str, above: set[int]) -> None:
         return
     if isinstance(value, torch.Tensor) and type(value).__name__ != "ShardedTensor":
         made[label] = _photo_of_tensor(value)
-        if value.grad is not None and value.is_leaf:
+        if _is_leaf(value) and value.grad is not None:
             made[f"{label}.grad"] = _photo_of_tensor(value.grad)
         return
     made[label] = (type(value), id(value))
@@ -161,7 +169,7 @@ def photo_of_process() -> Photo:
     made: Photo = {
         "random numbers of torch": torch.random.get_rng_state().tolist(),
         "random numbers of Python": random.getstate(),
-        "the garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), list(gc.callbacks)),
+        "the garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0, list(gc.callbacks)),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
         "defaults": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
         "determinism": (
@@ -184,7 +192,9 @@ def photo_of_process() -> Photo:
     if (numpy := sys.modules.get("numpy")) is not None:
         made["random numbers of numpy"] = repr(numpy.random.get_state())
     for place in _CLASSES:
-        made[f"class {place}"] = {name: id(value) for name, value in vars(_at(place)).items() if name != "__doc__"}
+        made[f"class {place}"] = {
+            name: id(value) for name, value in vars(_at(place)).items() if name not in ("__doc__", "__slotnames__")
+        }
     for place in _TABLES:
         table = _at(place)
         made[f"table {place}"] = None if table is None else [id(item) for item in table]

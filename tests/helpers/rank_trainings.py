@@ -61,6 +61,7 @@ _OPTIMIZERS = (
     "RMSprop(centered)",
     "Adafactor",
     "NAdam",
+    "Adadelta",
     "Nested",
 )
 
@@ -103,6 +104,13 @@ class Team(Mlp):
 def can_change_what_trains(way: str) -> bool:
     """Whether parameters may be frozen, or be unused for a time, once the model is laid out."""
     return "fsdp1" not in way and way != "ddp" and "compile" not in way
+
+
+def can_train(way: str, optimizer: str) -> bool:
+    """Whether torch itself can: some operations know no DTensors, or not them beside plain tensors."""
+    if optimizer in ("Adafactor", "Rprop"):
+        return way in ("plain", "ddp", "fsdp1", "fsdp1, flat")
+    return way != "tp" or optimizer not in ("Adam(amsgrad)", "AdamW(fused)")
 
 
 @frozen
@@ -238,21 +246,22 @@ def cases(number: int) -> dict[tuple[str, int], list[Case]]:
     for way, n in _WAYS:
         changes = can_change_what_trains(way)
         freezes = ["", "always", "at save", "before"] if changes else [""] if way == "fsdp1, flat" else ["", "always"]
-        made[way, n] = [
-            Case(
+        made[way, n] = []
+        for _ in range(number):
+            route = next(routes)
+            case = Case(
                 way,
-                next(optimizers),
+                next(optimizer for optimizer in optimizers if can_train(way, optimizer)),
                 next(splits),
-                next(options),
-                next(routes),
+                next(options) if route in ("together", "apart") else StateDictOptions(),
+                route,
                 tied=random.random() < 0.4,
                 late=changes and random.random() < 0.3,
                 freeze=random.choice(freezes),
                 steps=random.choice([0, 2, 2, 2]),
                 used=random.random() < 0.4,
             )
-            for _ in range(number)
-        ]
+            made[way, n].append(case)
     return made
 
 

@@ -57,6 +57,9 @@ NESTS = [
 ]
 
 
+TENSORS = [name for name, value in plain().state_dict().items() if isinstance(value, torch.Tensor)]
+
+
 class TestWrappers:
     @pytest.mark.parametrize("outer, inner", NESTS, ids=str)
     def test_clean_names_are_given_and_taken(self, outer: tuple[str, ...], inner: tuple[str, ...]) -> None:
@@ -67,7 +70,7 @@ class TestWrappers:
         same(dict(get_model_state_dict(model)), expected)
         same(dict(get_model_state_dict(model, options=FULL)), expected)
         same(dict(fdsd.capture(model).model), expected)
-        assert list(fdsd.describe(model)) == list(expected)
+        assert [name for name, entry in fdsd.describe(model).entries.items() if entry.persistent] == TENSORS
         fdsd.restore(dict(plain(3).state_dict()), model)
         same(dict(get_model_state_dict(model)), dict(plain(3).state_dict()))
 
@@ -83,17 +86,19 @@ class TestWrappers:
         with pytest.raises(RuntimeError, match=r'"units.1.up.bias".*"noted.gain"|"noted.gain".*"units.1.up.bias"'):
             set_model_state_dict(model, state)
 
-    @pytest.mark.parametrize("kind", kinds_of(1), ids=repr)
+    @pytest.mark.parametrize("kind", [kind for kind in kinds_of(1) if kind.name != "DataParallel"], ids=repr)
     def test_torch_agrees_where_it_is_right(self, kind: Kind) -> None:
-        """It reads the same names, order and values of all kinds but that of nested compilers and checkpoints."""
+        """Its names have the segments of compilers that lie below checkpoints, and those stand at the end."""
         model = build(kind, 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             theirs = peer.get_model_state_dict(model)
         names = [name.replace("_orig_mod.", "") for name in theirs]
         mine = get_model_state_dict(model)
-        assert list(mine) == names
-        same(dict(mine), dict(zip(names, theirs.values(), strict=True)))
+        assert list(mine) == (
+            names if "AC(" not in kind.name and "(AC" not in kind.name else list(plain().state_dict())
+        )
+        same(dict(sorted(mine.items())), dict(sorted(zip(names, theirs.values(), strict=True))))
 
     def test_a_users_module_of_a_wrappers_name_stays(self) -> None:
         model: Any = nn.Sequential()

@@ -89,9 +89,12 @@ def split(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 def sorted_groups(osd: Any) -> Any:
-    """FSDP1's flat parameters have an order of their own."""
-    groups = [{**one, "params": sorted(one["params"])} for one in osd["param_groups"]]
-    return {"state": dict(sorted(osd["state"].items())), "param_groups": groups}
+    """FSDP1's flat parameters have an order of their own, and slots that which they were given in."""
+    groups = [dict(sorted({**one, "params": sorted(one["params"])}.items())) for one in osd["param_groups"]]
+    return {
+        "state": {name: dict(sorted(osd["state"][name].items())) for name in sorted(osd["state"])},
+        "groups": groups,
+    }
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -124,6 +124,8 @@ class TestReading:
         train(net, optimizer, 2)
         optimizer.zero_grad()
         assert_same(get_optimizer_state_dict(net, optimizer), peer.get_optimizer_state_dict(net, optimizer))
+        if kind == "Nested" and not hasattr(peer.StateDictOptions(), "dsd_fqn_modifiers"):
+            return  # older versions of torch cannot flatten it
         mine: Any = get_optimizer_state_dict(net, optimizer, options=FLAT)
         theirs: Any = peer.get_optimizer_state_dict(
             net, optimizer, options=peer.StateDictOptions(flatten_optimizer_state_dict=True)
