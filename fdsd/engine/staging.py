@@ -110,7 +110,7 @@ class Staging:
     Law: after ``finish`` each ``out`` has the elements of its source, whatever the order of copies.
 
     >>> staging, out = Staging(), torch.empty(2)
-    >>> staging.copy(torch.ones(2), out); staging.finish(); out
+    >>> staging.copy(torch.ones(2, device="cuda"), out); staging.finish(); out  # doctest: +SKIP
     tensor([1., 1.])
     """
 

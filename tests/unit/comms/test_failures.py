@@ -95,7 +95,7 @@ class Broken:
     def __init__(self, error: Exception | None) -> None:
         self.error = error
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, *_: Any) -> int:
         if self.error is None:
             time.sleep(4)
             return 1

@@ -273,6 +273,8 @@ def test_no_optimizers_give_an_empty_state() -> None:
 def test_twins_are_not_kept() -> None:
     model = nn.Linear(2, 1)
     adam = torch.optim.Adam(model.parameters())
+    gc.collect()
+    before = sum(type(obj) is torch.optim.Adam for obj in gc.get_objects())
     template_of(read_modules(model), adam)
     gc.collect()
-    assert sum(type(obj) is torch.optim.Adam and obj is not adam for obj in gc.get_objects()) == 0
+    assert sum(type(obj) is torch.optim.Adam for obj in gc.get_objects()) <= before
