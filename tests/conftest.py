@@ -12,10 +12,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, so that a change is judged by itself;
-# HYPOTHESIS_PROFILE=explore looks for new ones.
+# The same examples in every run, so that a change is judged by itself, and as many as leave the suite near ten
+# minutes on two cores; HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

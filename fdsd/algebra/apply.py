@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,7 +22,7 @@ from fdsd.data.spec import OpaqueSpec, TensorSpec, VirtualTensor, is_exact, spec
 from fdsd.data.statedict import StateDict, require_mapping
 from fdsd.data.ties import place_of, place_over_ranks, tie_key
 
-__all__ = ["HANDLERS", "MAPPERS", "Applier", "apply", "constant", "defer", "defer_leaf", "opaque_specs"]
+__all__ = ["HANDLERS", "MAPPERS", "Applier", "apply", "constant", "defer", "defer_leaf", "opaque_specs", "refuse_kinds"]
 
 HANDLERS: dict[str, Callable[[Any], Lazy] | str] = {
     "torch.distributed.tensor.DTensor": "fdsd.comms.dtensors:lazy_dtensor",
@@ -82,15 +82,42 @@ def defer(state: Mapping[str, Any]) -> StateDict[Any]:
     """
     made: dict[str, Any] = {}
     seen: dict[Hashable, Any] = {}
-    for fqn, leaf in require_mapping(state, "defer").items():
-        key = None if isinstance(leaf, Lazy) else tie_key(leaf)
-        if key is None:
-            made[fqn] = defer_leaf(leaf, fqn)
-        else:
-            if key not in seen:
-                seen[key] = defer_leaf(leaf, fqn)
-            made[fqn] = seen[key]
+    given = require_mapping(state, "defer")
+    try:
+        for fqn, leaf in given.items():
+            key = None if isinstance(leaf, Lazy) else tie_key(leaf)
+            if key is None:
+                made[fqn] = defer_leaf(leaf, fqn)
+            else:
+                if key not in seen:
+                    seen[key] = defer_leaf(leaf, fqn)
+                made[fqn] = seen[key]
+    except Unsupported as error:
+        refuse_kinds(given, "defer", error)
     return StateDict.trusted(made, getattr(state, "_metadata", None), getattr(state, "_history", ()), "lazy")
+
+
+def refuse_kinds(leaves: Mapping[str, Any], verb: str, first: Unsupported) -> NoReturn:
+    """Name all tensors of kinds that cannot be read.
+
+    Args:
+        leaves: Leaves by FQN.
+        verb: How errors call the asker.
+        first: What was raised for one of them.
+
+    Raises:
+        Unsupported: In the place of ``first``.
+    """
+    found: dict[str, list[str]] = {}
+    for name, leaf in leaves.items():
+        try:
+            spec_of(leaf)
+            defer_leaf(leaf, name)
+        except Unsupported as error:
+            found.setdefault(str(error), []).append(name)
+    if not found:
+        raise first
+    raise Unsupported("; ".join([f"{verb}: {listing(names)}: {text}" for text, names in found.items()])) from first
 
 
 def _kind(leaf: Any) -> str:

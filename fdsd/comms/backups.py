@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fdsd.data.values import is_dict, is_sequence
@@ -31,6 +32,7 @@ class Backup:
 
     _tables: list[tuple[_Table, _Table]] = field(factory=list)
     _values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(factory=dict)
+    _lazy: list[tuple[torch.Tensor, type[torch.Tensor]]] = field(factory=list)
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> Backup:
@@ -47,8 +49,11 @@ class Backup:
         for tensor in table.values():
             if tensor is None or id(tensor) in self._values:
                 continue
+            if is_lazy(tensor):
+                self._lazy.append((tensor, type(tensor)))
+                continue
             local = _local(tensor)
-            if not local.is_meta:
+            if not local.is_meta and not _is_expanded(local):
                 self._values[id(tensor)] = local, local.to("cpu", copy=True)
 
     def put_back(self) -> None:
@@ -59,6 +64,15 @@ class Backup:
         with torch.no_grad():
             for local, copy in self._values.values():
                 local.copy_(copy)
+        for tensor, kind in self._lazy:
+            if type(tensor) is not kind:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                tensor.__class__ = kind
+
+
+def _is_expanded(local: torch.Tensor) -> bool:
+    """Tell whether a tensor cannot be written, nor has been: several elements lie in one place."""
+    return local.layout is torch.strided and not local.is_contiguous() and 0 in local.stride()
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -69,7 +83,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 @define(eq=False)
 class OptimizerBackup:
-    """The state and the groups of optimizers: the objects, and copies of the tensors on the CPU.
+    """The attributes, the state and the groups of optimizers: the objects, and copies of the tensors on the CPU.
 
     >>> sgd = torch.optim.SGD([torch.ones(1)], lr=0.5)
     >>> backup = OptimizerBackup.of([sgd])
@@ -81,7 +95,6 @@ class OptimizerBackup:
 
     _dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(factory=list)
     _groups: list[tuple[Optimizer, list[dict[str, Any]]]] = field(factory=list)
-    _tables: list[tuple[Optimizer, Any]] = field(factory=list)
     _values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(factory=dict)
 
     @classmethod
@@ -89,7 +102,7 @@ class OptimizerBackup:
         """Copy what optimizers have."""
         made = cls()
         for optimizer in optimizers:
-            made._tables.append((optimizer, optimizer.state))
+            made._dicts.append((vars(optimizer), dict(vars(optimizer))))
             made._groups.append((optimizer, list(optimizer.param_groups)))
             made._add(optimizer.state)
             for group in optimizer.param_groups:
@@ -111,13 +124,11 @@ class OptimizerBackup:
 
     def put_back(self) -> None:
         """Undo what has happened since."""
-        for optimizer, groups in self._groups:
-            optimizer.param_groups[:] = groups
-        for optimizer, table in self._tables:
-            optimizer.state = table
-        for live, items in self._dicts:
+        for live, items in self._dicts:  # the attributes of an optimizer come before what is in them
             live.clear()
             live.update(items)
+        for optimizer, groups in self._groups:
+            optimizer.param_groups[:] = groups
         with torch.no_grad():
             for local, copy in self._values.values():
                 local.copy_(copy)

@@ -81,7 +81,8 @@ class BoxSource:
         here = Region(tuple([span.shift(-start) for span, start in zip(region.spans, self._starts, strict=True)]))
         if self._local is None or not here.inside(tuple(self._local.shape)):
             raise FdsdError(
-                f"A part of a tensor {self._spec} is held by ranks {listing(self._needed(region))}; give group=."
+                f"A part of a tensor {self._spec} is held by ranks {listing(self._needed(region))}; give group=. "
+                "Where none is taken, materialize(state, group=...) first."
             )
         if self._local.is_meta:
             raise SpecMismatch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,16 @@ from fdsd.layout.mesh import Mesh
 from fdsd.layout.pieces import Box, Pieces, finder_of
 from fdsd.layout.shard_source import ShardSource
 
-__all__ = ["DTensorSource", "layout_of_dtensor", "lazy_dtensor", "local_of_dtensor", "make_dtensor", "make_like"]
+__all__ = [
+    "DTensorSource",
+    "layout_of_dtensor",
+    "lazy_dtensor",
+    "lie_alike",
+    "local_of_dtensor",
+    "make_dtensor",
+    "make_like",
+    "same_placements",
+]
 
 _Key = tuple[tuple[Any, ...], tuple[type[Any], ...], tuple[int, ...]]
 
@@ -45,7 +54,16 @@ class _Known:
 
 
 _KNOWN: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_LAST: list[Any] = [lambda: _LAST, None]  # the mesh that was asked of last, which takes long to look up
 _MOST = 1 << 16  # layouts of one mesh that are remembered
+
+
+def _known_of(mesh: Any) -> _Known:
+    known = _KNOWN.get(mesh)
+    if known is None:
+        known = _KNOWN[mesh] = _Known(_mesh_of(mesh))
+    _LAST[:] = ref(mesh), known
+    return known
 
 
 def layout_of_dtensor(tensor: Any) -> Layout:
@@ -70,9 +88,7 @@ def _lies(tensor: Any) -> tuple[Layout, tuple[int, ...] | None]:
     """Give the layout, and the shape of what this rank has; ``None`` if it is not in the mesh."""
     spec = tensor._spec
     placements: tuple[Any, ...] = spec.placements
-    known = _KNOWN.get(spec.mesh)
-    if known is None:
-        known = _KNOWN[spec.mesh] = _Known(_mesh_of(spec.mesh))
+    known = _LAST[1] if _LAST[0]() is spec.mesh else _known_of(spec.mesh)
     # the classes too, since versions of torch hold some strided shards and plain ones for equal
     key: _Key = placements, tuple(map(type, placements)), tensor.shape
     found = known.layouts.get(key)
@@ -89,6 +105,16 @@ def _lies(tensor: Any) -> tuple[Layout, tuple[int, ...] | None]:
             "with from_local() and the true shape and stride."
         )
     return found
+
+
+def same_placements(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Tell whether placements are the same; versions of torch hold some strided shards and plain ones for equal."""
+    return ours == theirs and [*map(type, ours)] == [*map(type, theirs)]
+
+
+def lie_alike(ours: Any, theirs: Any) -> bool:
+    """Tell whether two DTensors lie over the same mesh in the same way, so that a rank has the same part of both."""
+    return bool(ours.device_mesh == theirs.device_mesh) and same_placements(ours.placements, theirs.placements)
 
 
 def _read_layout(mesh: Mesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Layout, Any]:
@@ -201,7 +227,10 @@ class DTensorSource:
         assert self._start is not None
         here = Region(tuple([span.shift(-start) for span, start in zip(region.spans, self._start, strict=True)]))
         if not here.inside(tuple(self._local.shape)):
-            raise FdsdError(f"A part of a DTensor {self.spec} is held by {self._elsewhere(region)}; give group=.")
+            raise FdsdError(
+                f"A part of a DTensor {self.spec} is held by {self._elsewhere(region)}; give group=. Where none is "
+                "taken, materialize(state, group=...) first."
+            )
         with torch.no_grad():
             copy_elements(view_of(self._local, here), out)
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 from attrs import field, frozen
 from torch import nn
@@ -215,12 +215,18 @@ class Machine:
             at = rest.rfind(".", 0, at)
         return self.prefix + rest if key.startswith(self.prefix) else key
 
-    def load(self, values: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+    def load(
+        self, values: Mapping[str, Any], metadata: Mapping[str, Any] | None = None, *, strict: bool = True
+    ) -> tuple[list[str], list[str]]:
         """Load by the module's own code, as ``load_state_dict`` runs it: hooks, overridden methods, children.
 
         Args:
-            values: For each name of the state dict at and below the module its value, laid out as the live one.
+            values: For names of the state dict at and below the module their values, laid out as the live ones.
             metadata: The versions that were saved, by canonical names.
+            strict: Whether all names have to be there, and no others.
+
+        Returns:
+            Without ``strict``, the names that the code finds missing, and those that it did not expect.
 
         Raises:
             SpecMismatch: The code refuses the values, or names are missing or unexpected.
@@ -231,15 +237,19 @@ class Machine:
                 f"{self}: FSDP's flat parameters below it can be read, but not written through code that knows "
                 "nothing of them. Load before wrapping, or use fully_shard()."
             )
-        given: OrderedDict[str, Any] = OrderedDict([(self.spell(name), value) for name, value in values.items()])
+        names = {self.spell(name): name for name in values}
+        given: OrderedDict[str, Any] = OrderedDict(zip(names, values.values(), strict=True))
         if metadata is not None:
             given._metadata = self._versions(metadata)  # type: ignore[attr-defined]  # torch's own convention
         try:
-            method_of(self.module, "load_state_dict")(given)
+            found: Any = method_of(self.module, "load_state_dict")(given, **({} if strict else {"strict": False}))
         except FdsdError:
             raise
         except Exception as error:
             raise SpecMismatch(f"{self}, does not load: {error}") from error
+        told: Any = cast("Any", found) if isinstance(found, tuple) and not strict else ((), ())
+        missing, unexpected = [[names.get(key) or self.read(self.prefix + key) for key in keys] for keys in told[:2]]
+        return missing, unexpected
 
     def _versions(self, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
         made: OrderedDict[str, Any] = OrderedDict()

@@ -36,17 +36,24 @@ def is_meta(live: LiveTensor) -> bool:
 def new_memory(
     live: LiveTensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
 ) -> torch.Tensor:
-    """Make memory for the local tensor of a live one, on its device; of a meta tensor on that of its mesh, or the CPU.
+    """Make memory for the local tensor of a live one, on its device; of a meta tensor on that of its mesh.
+
+    Args:
+        live: The live tensor.
+        shape: The shape of its local tensor.
+        dtype: The dtype of the memory.
+        device: Where a meta tensor goes that lies on no mesh; the CPU if left out.
 
     >>> from fdsd.comms.modules import read_modules
     >>> new_memory(read_modules(nn.Linear(1, 1)).tensors["bias"], (1,), torch.int8, None).dtype
     torch.int8
     """
-    if device is None:
-        own = _local(live.tensor).device
-        mesh = getattr(live.tensor, "device_mesh", None)
-        device = own if own.type != "meta" else torch.device("cpu" if mesh is None else mesh.device_type)
-    return torch.empty(shape, dtype=dtype, device=device)
+    own, mesh = _local(live.tensor).device, getattr(live.tensor, "device_mesh", None)
+    if own.type != "meta":
+        where = own
+    else:
+        where = torch.device(mesh.device_type) if mesh is not None else device or torch.device("cpu")
+    return torch.empty(shape, dtype=dtype, device=where)
 
 
 def like_live(live: LiveTensor, local: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class LiveParam:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this rank holds nothing of it, so that its optimizer never has state for it."""
+        """Whether this rank holds nothing of it, so that its optimizer never steps it."""
         return bool(self.views) and self.flat is None and not self.here(0)
 
     def here(self, i: int) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "LiveTensor",
     "Modules",
     "is_dtensor",
+    "layout_and_memory_of",
     "layout_of",
     "leaf_of",
     "memory_of",
@@ -127,6 +128,19 @@ def memory_of(live: LiveTensor) -> torch.Tensor:
         found: torch.Tensor = _dtensors().local_of_dtensor(live.tensor)
         return found
     return live.tensor.detach()
+
+
+def layout_and_memory_of(live: LiveTensor) -> tuple[Placement | None, torch.Tensor]:
+    """Give ``layout_of`` and ``memory_of`` at once: of thousands of tensors both are asked.
+
+    >>> layout, memory = layout_and_memory_of(read_modules(nn.Linear(2, 1)).tensors["bias"])
+    >>> layout is None, memory.shape
+    (True, torch.Size([1]))
+    """
+    if live.flat is None and live.is_memory and is_dtensor(live.tensor):
+        dtensors = _dtensors()
+        return dtensors.layout_of_dtensor(live.tensor), dtensors.local_of_dtensor(live.tensor)
+    return layout_of(live), memory_of(live)
 
 
 @lru_cache(1)

@@ -5,30 +5,33 @@ Nothing is written. Groups are matched in ``optimizer_groups``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from attrs import define, field
 from torch.optim import Optimizer
 
+from fdsd.comms.dtensors import lie_alike
 from fdsd.comms.live import Modules
 from fdsd.comms.live_optimizers import LiveGroup, LiveOptimizer, LiveParam, live_optimizers
 from fdsd.comms.modules import is_dtensor
-from fdsd.comms.optimizer_flats import flat_problems
+from fdsd.comms.optimizer_faults import Faults
+from fdsd.comms.optimizer_flats import Columns, flat_problems
 from fdsd.comms.optimizer_groups import GroupMatch, match_groups
 from fdsd.comms.optimizer_probe import is_plain
 from fdsd.comms.optimizer_templates import Templates
-from fdsd.data.columns import to_rows
-from fdsd.data.errors import FdsdError, Unsupported, listing, plural
+from fdsd.comms.optimizer_trials import refusals, supplied
+from fdsd.data.columns import Path, as_path, to_rows
+from fdsd.data.errors import Unsupported, listing
 from fdsd.data.groups import ParamGroup
-from fdsd.data.naming import nearest
 from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, VirtualTensor, dtype_name
-from fdsd.data.values import is_dict, same_value, several
+from fdsd.data.values import is_dict, same_value
 
-__all__ = ["Loaded", "Require", "problems_of"]
+__all__ = ["Faults", "Loaded", "Require", "faults_of"]
 
 Require = Literal["state", "listed", "nothing"]
 
@@ -54,6 +57,7 @@ class Loaded:
     templates: Templates = field(factory=Templates)
     known: set[str] = field(factory=set, init=False)
     listed: set[str] = field(factory=set, init=False)
+    known_groups: list[LiveGroup] = field(factory=list, init=False)  # templates know groups by identity
 
     def __attrs_post_init__(self) -> None:
         self.known = {fqn for live in self.optimizers for group in live.groups for fqn in group.fqns}
@@ -73,9 +77,13 @@ class Loaded:
         matches, conflicts = match_groups(named.groups, live)
         return cls(modules, live, named, to_rows(named.slots), matches, [*problems, *conflicts])
 
-    def rows_of(self, param: LiveParam) -> list[Any]:
-        """Give the state for each name of a parameter object; ``None`` for none."""
-        return [self.rows.get(fqn) for fqn in param.fqns]
+    def columns_of(self, param: LiveParam) -> Columns:
+        """Give the state of the parameters in one of FSDP1's, value by value, in the order of the slots."""
+        found: dict[Path, dict[int, Any]] = {}
+        for slot, column in self.state.slots.items():
+            if slot and (values := {i: column[fqn] for i, fqn in enumerate(param.fqns) if fqn in column}):
+                found[as_path(slot)] = values
+        return found
 
     def strays_of(self, i: int) -> dict[str, Any]:
         """Give the entries that belong to no parameter, and go to an optimizer."""
@@ -131,100 +139,117 @@ def _by_first_names(state: OptimState, modules: Modules) -> tuple[OptimState, li
     return made, [Problem("collision", told, tuple(clashes))]
 
 
-def problems_of(
-    loaded: Loaded, require: Require, keep: Collection[str], allow_unexpected: bool, *, values: bool
-) -> list[Problem]:
-    """Find all problems; with ``values``, tensors have to be here as they will be written."""
-    problems = list(loaded.problems)
-    problems += _missing(loaded, require, frozenset(keep))
+def faults_of(
+    loaded: Loaded,
+    require: Require,
+    keep: Collection[str],
+    *,
+    allow_unexpected: bool,
+    values: bool,
+    is_joint: bool = False,
+    options: bool = False,
+) -> Faults:
+    """Find everything that is wrong.
+
+    Args:
+        loaded: The state beside the optimizers.
+        require: As for ``write_optimizers``.
+        keep: As for ``write_optimizers``.
+        allow_unexpected: As for ``write_optimizers``.
+        values: Whether tensors have to be here as they will be written.
+        is_joint: Whether the state is that of all ranks, so that parameters of which this one holds nothing need it
+            too.
+        options: Whether groups need all options that the class has no defaults for.
+    """
+    made = Faults(others=list(loaded.problems), homeless=loaded.homeless())
+    if require != "nothing":
+        _find_missing(loaded, require, frozenset(keep), made, is_joint=is_joint)
+        if not values:  # then some of them may be on other ranks only
+            made.lacking = [*_lacking_values(loaded, is_joint=is_joint), *(_lacking_options(loaded) if options else ())]
     if not allow_unexpected:
-        problems += _unexpected(loaded)
-    if homeless := loaded.homeless():
-        problems.append(
-            Problem(
-                "unexpected",
-                f"State under {listing(homeless)} belongs to no parameter, and several optimizers may be meant. "
-                "Write to the optimizers one by one.",
-                tuple(homeless),
-            )
-        )
-    wrong = [
+        _find_unexpected(loaded, made)
+    made.wrong = [
         found
         for live in loaded.optimizers
         for group in live.groups
         for param in group.params
         for found in _wrong_values(loaded, live, group, param, values)
     ]
-    if wrong:
-        told = f"State that does not fit: {several([text for _, text in wrong])}."
-        problems.append(Problem("spec", told, tuple(dict.fromkeys([fqn for fqn, _ in wrong]))))
-    return problems
+    if not made.wrong:
+        for live, matches in zip(loaded.optimizers, loaded.matches, strict=True):
+            rows = {p: loaded.rows[p.fqn] for group in live.groups for p in group.params if p.fqn in loaded.rows}
+            made.wrong += refusals(live, rows, [{**_own(match.live), **match.options} for match in matches])
+    return made
 
 
-def _missing(loaded: Loaded, require: Require, keep: frozenset[str]) -> Iterator[Problem]:
-    if require == "nothing":
-        return
-    stateless: list[str] = []
-    unlisted: list[str] = []
+def _own(group: LiveGroup) -> dict[str, Any]:
+    return {key: value for key, value in group.options.items() if key != "params"}
+
+
+def _lacking_values(loaded: Loaded, *, is_joint: bool) -> Iterator[str]:
+    """Find what parameters with state lack of what a step would make; it makes all or nothing."""
+    for live, matches in zip(loaded.optimizers, loaded.matches, strict=True):
+        for match in matches if not live.loads_its_own_way else ():
+            then = LiveGroup({**match.live.options, **match.options}, match.live.params)
+            loaded.known_groups.append(then)
+            for param in match.live.params:
+                if not param.tensor.requires_grad or (param.is_elsewhere and not is_joint):
+                    continue
+                rows = {fqn: row for fqn in param.fqns if is_dict(row := loaded.rows.get(fqn)) and row}
+                there = live.state.get(param.tensor)
+                if not rows or (is_dict(there) and there and all(there.keys() <= row.keys() for row in rows.values())):
+                    continue
+                wanted = loaded.templates.paths(live, then, param)
+                for fqn, row in rows.items():
+                    yield from [f"state.{fqn}.{'.'.join(map(str, path))}" for path in wanted if not _has(row, path)]
+
+
+def _has(row: Any, path: Path) -> bool:
+    for key in path:
+        if not is_dict(row) or key not in row:
+            return False
+        row = row[key]
+    return True
+
+
+def _lacking_options(loaded: Loaded) -> Iterator[str]:
+    """Find the options of the class that groups with parameters lack, and that the class does not add itself."""
+    for live, matches in zip(loaded.optimizers, loaded.matches, strict=True):
+        if live.loads_its_own_way:
+            continue
+        for match, known in zip(matches, supplied(live, [match.options for match in matches]), strict=True):
+            wanted = [key for key in live.optimizer.defaults if key in match.live.options and key not in known]
+            yield from [f"param_groups.{match.live.fqns[0]}.{key}" for key in wanted if match.live.fqns]
+
+
+def _find_missing(loaded: Loaded, require: Require, keep: frozenset[str], made: Faults, *, is_joint: bool) -> None:
     for live in loaded.optimizers:
         for group in live.groups:
             for param in group.params:
-                if not param.tensor.requires_grad or param.is_elsewhere:
+                if not param.tensor.requires_grad or (param.is_elsewhere and not is_joint):
                     continue
                 for fqn in param.fqns:
                     if fqn in loaded.rows or fqn in keep:
                         continue
                     if require == "state" and loaded.rows and _has_state(loaded, live, group, param):
-                        stateless.append(fqn)
+                        made.stateless.append(fqn)
                     elif fqn not in loaded.listed:
-                        unlisted.append(fqn)
-    if stateless:
-        rest = f" Likewise {listing(stateless[1:])}." if len(stateless) > 1 else ""
-        yield Problem(
-            "missing",
-            f"Missing optimizer state for parameter '{stateless[0]}' in checkpoint. The parameter requires gradients "
-            f"but has no saved optimizer state.{rest} To load anyway, use StateDictOptions(strict=False).",
-            tuple(stateless),
-        )
-    if unlisted:
-        yield Problem(
-            "missing",
-            f"{plural(len(unlisted), 'parameter')} that train are in no group of the state: {listing(unlisted)}."
-            + _hint(unlisted[0], loaded.listed - loaded.known),
-            tuple(unlisted),
-        )
+                        made.unlisted.append(fqn)
+    if made.unlisted:
+        made.spare = sorted(loaded.listed - loaded.known)
 
 
 def _has_state(loaded: Loaded, live: LiveOptimizer, group: LiveGroup, param: LiveParam) -> bool:
     """Whether the optimizer keeps state for a parameter: it does now, or its first step would."""
-    if live.state.get(param.tensor):
-        return True
-    try:
-        return bool(loaded.templates.peek(live, group, param))
-    except Unsupported:
-        return False
+    return bool(live.state.get(param.tensor) or loaded.templates.at(live, group, param, ()))
 
 
-def _hint(name: str, names: Collection[str]) -> str:
-    close = nearest(name, list(names))
-    return f" The nearest name of those that no optimizer has is {close[0]!r}." if close else ""
-
-
-def _unexpected(loaded: Loaded) -> Iterator[Problem]:
+def _find_unexpected(loaded: Loaded, made: Faults) -> None:
     strays = loaded.strays()
     names = dict.fromkeys([*loaded.state.fqns, *loaded.rows])
-    odd = [fqn for fqn in names if fqn not in loaded.known and fqn not in strays]
-    if odd:
-        told = f"The state has parameters that no optimizer has: {listing(odd)}. Drop them first."
-        yield Problem("unexpected", told, tuple(odd))
-    if loaded.state.extra and not any(live.loads_its_own_way for live in loaded.optimizers):
-        keys = list(loaded.state.extra)
-        yield Problem(
-            "unexpected",
-            f"The state has entries {listing(keys)} beside state and groups, and no optimizer has a load_state_dict "
-            "of its own to take them.",
-            tuple(keys),
-        )
+    made.strays = [fqn for fqn in names if fqn not in loaded.known and fqn not in strays]
+    if not any(live.loads_its_own_way for live in loaded.optimizers):
+        made.extra = list(loaded.state.extra)
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -235,38 +260,40 @@ def _wrong_values(
 ) -> Iterator[tuple[str, str]]:
     there = live.state.get(param.tensor)
     if param.views:
-        yield from flat_problems(param, loaded.rows_of(param), there, values=values)
+        yield from flat_problems(param, loaded.columns_of(param), there, values=values)
         return
     row = loaded.rows.get(param.fqn)
     if row is None:
         return
 
-    def template() -> Any:
-        try:
-            return loaded.templates.peek(live, group, param)
-        except FdsdError:
-            return None
-
-    for text in _wrong(row, there, param, template, values, ()):
+    first = partial(loaded.templates.at, live, group, param)
+    if not is_dict(row) and not live.loads_its_own_way and (is_dict(there) or is_dict(first(()))):
+        yield param.fqn, f"the state of {param.fqn!r} is {type(row).__name__}, and should be a dict"
+        return
+    for text in _wrong(row, there, param, first, values, ()):
         yield param.fqn, f"{text}; {param.fqn!r} has the shape {tuple(param.tensor.shape)}"
 
 
-def _wrong(row: Any, there: Any, param: LiveParam, template: Any, values: bool, path: tuple[Any, ...]) -> Iterator[str]:
+def _wrong(
+    row: Any, there: Any, param: LiveParam, first: Callable[[Path], Any], values: bool, path: Path
+) -> Iterator[str]:
     if is_plain(row):
         for key, value in row.items():
             live = there.get(key) if is_dict(there) else None
             if not _is_alike(value, live):
-                yield from _wrong(value, live, param, template, values, (*path, key))
+                yield from _wrong(value, live, param, first, values, (*path, key))
         return
     slot = ".".join(map(str, path))
     if values and isinstance(row, VirtualTensor | TensorSpec):
         yield f"{slot!r} is no tensor but {type(row).__name__} (materialize it first)"
         return
     if not isinstance(row, torch.Tensor | VirtualTensor | TensorSpec):
+        if path == ("step",) and not _is_number(row):
+            yield f"{slot!r} is no number but {type(row).__name__}"
         return
     shape = tuple(row.shape if isinstance(row, torch.Tensor) else _spec(row).shape)
     dtype = row.dtype if isinstance(row, torch.Tensor) else _spec(row).dtype
-    known = _shape_known(there, shape, param, template, path)
+    known = _shape_known(there, shape, param, first, path)
     if known is not None:
         yield f"{slot!r} has the shape {shape} and should have {known}"
         return
@@ -275,6 +302,14 @@ def _wrong(row: Any, there: Any, param: LiveParam, template: Any, values: bool, 
         yield f"{slot!r} is {dtype_name(dtype)} and would lose its imaginary part as {dtype_name(target)}"
     elif values and isinstance(row, torch.Tensor) and (text := _misplaced(row, there, param)):
         yield f"{slot!r} {text}"
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _is_alike(value: Any, live: Any) -> bool:
@@ -289,7 +324,7 @@ def _spec(leaf: Any) -> TensorSpec:
 
 
 def _shape_known(
-    there: Any, shape: tuple[int, ...], param: LiveParam, template: Any, path: tuple[Any, ...]
+    there: Any, shape: tuple[int, ...], param: LiveParam, first: Callable[[Path], Any], path: Path
 ) -> tuple[int, ...] | None:
     """Tell the shape that a value should have instead of its own, if that is known."""
     like = tuple(param.tensor.shape)
@@ -298,9 +333,7 @@ def _shape_known(
         return live if live != shape and live == like else None  # others may change their shape as they go
     if shape in (like, ()):
         return None
-    made = template()
-    for key in path:
-        made = made.get(key) if is_dict(made) else None
+    made = first(path)
     if isinstance(made, torch.Tensor) and tuple(made.shape) != shape:
         return tuple(made.shape)
     return None
@@ -314,7 +347,7 @@ def _misplaced(value: torch.Tensor, there: Any, param: LiveParam) -> str | None:
         if not is_dtensor(tensor):
             return "is a DTensor, and the parameter is not"
         given: Any = value
-        if model is not None and (given.device_mesh != model.device_mesh or given.placements != model.placements):
+        if model is not None and not lie_alike(given, model):
             return f"lies as {given.placements}, not {model.placements} as in the optimizer (reshard it first)"
         return None
     if is_dtensor(there) or (is_dtensor(tensor) and value.ndim and value.shape == tensor.shape):

@@ -12,24 +12,28 @@ import torch
 
 from fdsd.algebra.dtypes import copy_elements
 from fdsd.comms.live_optimizers import LiveOptimizer, LiveParam
-from fdsd.comms.optimizer_groups import same_option
-from fdsd.data.columns import Path, Slot, walk
+from fdsd.data.columns import Path, Slot
 from fdsd.data.errors import Unsupported
 from fdsd.data.groups import ParamGroup
 from fdsd.data.optim import OptimState
 from fdsd.data.spec import TensorSpec, VirtualTensor, spec_of
 from fdsd.data.statedict import StateDict
-from fdsd.data.values import is_dict
+from fdsd.data.values import is_dict, same_option
 
 if TYPE_CHECKING:
     from fdsd.comms.fsdp1 import Flat
     from fdsd.comms.optimizer_values import Arrivals, Policy
 
-__all__ = ["flat_problems", "is_flat_slot", "joined_row", "place_in", "spread"]
+Columns = Mapping[Path, Mapping[int, Any]]
+"""The values at each path of a state, by the number of the parameter in the flat one."""
+
+__all__ = ["Columns", "flat_problems", "is_flat_slot", "joined_row", "place_in", "spread"]
 
 
 def spread(state: OptimState, live: LiveOptimizer) -> OptimState:
     """Give each original parameter the state of its own: expressions over flat slots; scalars as they are.
+
+    What this rank holds nothing of has none: an optimizer may make some for it, but does not step it.
 
     Args:
         state: The state by parameter objects, each under its first name.
@@ -45,7 +49,10 @@ def spread(state: OptimState, live: LiveOptimizer) -> OptimState:
     for slot, column in state.slots.items():
         made: dict[str, Any] = {}
         for fqn, value in column.items():
-            made.update({fqn: value} if fqn not in flats else _spread(flats[fqn], slot, value))
+            if fqn not in flats:
+                made[fqn] = value
+            elif not flats[fqn].is_elsewhere:  # other ranks step it, and know its state
+                made.update(_spread(flats[fqn], slot, value))
         slots[slot] = StateDict(made)
     names = {param.fqn: param.fqns for param in live.params}
     groups = [
@@ -84,48 +91,32 @@ def place_in(param: LiveParam, i: int, local: torch.Tensor) -> torch.Tensor:
     return local[at : at + count] if count else local[:0]
 
 
-def is_flat_slot(param: LiveParam, live: object, values: Sequence[Any]) -> bool:
+def is_flat_slot(live: object, values: Sequence[Any]) -> bool:
     """Tell whether a slot is like the flat parameter: it is now, or its values are no single ones."""
     if isinstance(live, torch.Tensor):
         return live.ndim > 0
     return any((_shape(value) or ()) != () for value in values)
 
 
-def joined_row(
-    arrivals: Arrivals, policy: Policy, param: LiveParam, rows: Sequence[Any], live: object
-) -> dict[Any, Any] | None:
+def joined_row(arrivals: Arrivals, policy: Policy, param: LiveParam, columns: Columns, live: object) -> dict[Any, Any]:
     """Make the state of a flat parameter from those of the parameters in it, or of the piece that is here.
 
     Args:
         arrivals: Where values are made.
         policy: How they are cast.
         param: The parameter.
-        rows: For each parameter in it its state, ``None`` for none: then what is there stays, or is zero.
+        columns: The state of the parameters in it: where one has none, what is there stays, or is zero.
         live: The state that it has.
     """
-    if param.is_elsewhere or all(row is None for row in rows):
-        return None
-    if param.flat is None:
-        return arrivals.row(policy, rows[0], live)
     made: dict[Any, Any] = {}
-    for path, values in _by_path(rows).items():
+    for path, values in columns.items():
         there = _at(live, path)
-        if is_flat_slot(param, there, list(values.values())):
-            value = _joined(arrivals, policy, param, path[-1], values, there)
+        if is_flat_slot(there, list(values.values())):
+            value = _joined(arrivals, policy, param, path, values, there)
         else:
-            value = arrivals.value(policy, path[-1], next(iter(values.values())), there)
+            value = arrivals.value(policy, path, next(iter(values.values())), there)
         _put(made, path, value)
     return made
-
-
-def _by_path(rows: Sequence[Any]) -> dict[Path, dict[int, Any]]:
-    """Sort the values of several parameters by their place in the state."""
-    found: dict[Path, dict[int, Any]] = {}
-    for i, row in enumerate(rows):
-        for path, value in walk(row) if row is not None else ():
-            if path:
-                found.setdefault(path, {})[i] = value
-    return found
 
 
 def _at(row: object, path: Path) -> Any:
@@ -141,7 +132,7 @@ def _put(row: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def _joined(
-    arrivals: Arrivals, policy: Policy, param: LiveParam, key: Any, values: Mapping[int, Any], live: object
+    arrivals: Arrivals, policy: Policy, param: LiveParam, path: Path, values: Mapping[int, Any], live: object
 ) -> torch.Tensor:
     """Fill one flat slot: the live one, the memory that the values lie in already, or a fresh one."""
     flat: Any = param.flat
@@ -150,8 +141,8 @@ def _joined(
         for i, value in values.items():
             arrivals.fill(place_in(param, i, live), value.detach())
         return live
-    dtype = policy.dtype_of(key, first.dtype)
-    base = _base_of(flat, values, param, dtype) if arrivals.adopt else None
+    dtype = policy.dtype_of(path, first.dtype)
+    base = _base_of(flat, values, param, dtype) if arrivals.adopt(first) else None
     if base is not None:
         return base
     made = torch.zeros(flat.local().shape, dtype=dtype, device=param.tensor.device)
@@ -175,18 +166,18 @@ def _base_of(flat: Flat, values: Mapping[int, Any], param: LiveParam, dtype: tor
     return base if fine else None
 
 
-def flat_problems(param: LiveParam, rows: Sequence[Any], live: object, *, values: bool) -> Iterator[tuple[str, str]]:
+def flat_problems(param: LiveParam, columns: Columns, live: object, *, values: bool) -> Iterator[tuple[str, str]]:
     """Say what is wrong with the state of parameters that FSDP1 has flattened, by name.
 
     Args:
         param: The parameter.
-        rows: For each parameter in it its state.
+        columns: The state of the parameters in it.
         live: The state that it has.
         values: Whether tensors are here as they will be written, or may be wholes that are delivered later.
     """
-    for path, found in _by_path(rows).items():
+    for path, found in columns.items():
         slot = ".".join(map(str, path))
-        is_flat = is_flat_slot(param, _at(live, path), list(found.values()))
+        is_flat = is_flat_slot(_at(live, path), list(found.values()))
         single: dict[int, Any] = {}
         for i, value in found.items():
             shape = _shape(value)
@@ -195,7 +186,9 @@ def flat_problems(param: LiveParam, rows: Sequence[Any], live: object, *, values
                 single[i] = value
                 if is_flat:
                     yield fqn, f"{slot!r} of {fqn!r} is no tensor, and FSDP's flat parameter has a tensor"
-            elif shape != (param.here(i),) and (values or shape != view.shape):
+            elif not values and shape != view.shape:
+                yield fqn, f"{slot!r} of {fqn!r} has the shape {shape} and should have {view.shape}"
+            elif values and shape != (param.here(i),):
                 told = f"{slot!r} of {fqn!r} has the shape {shape} and should be this rank's piece, of {param.here(i)} "
                 yield fqn, told + f"elements, of the flattened shape {view.shape} (restore with group=)"
         ours = [(i, value) for i, value in single.items() if not isinstance(value, VirtualTensor | TensorSpec)]

@@ -5,16 +5,15 @@ Positions count only for groups without parameters. Nothing is written here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from attrs import frozen
 
 from fdsd.comms.live_optimizers import LiveGroup, LiveOptimizer
 from fdsd.data.groups import ParamGroup
 from fdsd.data.problem import Problem
-from fdsd.data.values import is_dict, is_sequence, same_value, several
+from fdsd.data.values import same_option, several
 
 __all__ = ["GroupMatch", "match_groups"]
 
@@ -91,22 +90,3 @@ def _conflicts(loaded: Sequence[ParamGroup], where: str) -> Iterator[Problem]:
             "a group for each, or make the options equal.",
             tuple(names),
         )
-
-
-def same_option(a: object, b: object) -> bool:
-    """Tell whether two options are the same; tensors by value, a list like a tuple.
-
-    >>> same_option([0.9, torch.tensor(0.5)], (0.9, torch.tensor(0.5))), same_option(0.1, 0.2)
-    (True, False)
-    """
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a is b or (a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
-    if is_sequence(a) and is_sequence(b):
-        return len(a) == len(b) and _all_same(zip(a, b, strict=True))
-    if is_dict(a) and is_dict(b):
-        return a.keys() == b.keys() and _all_same((a[key], b[key]) for key in a)
-    return same_value(a, b)
-
-
-def _all_same(pairs: Iterable[tuple[object, object]]) -> bool:
-    return all(same_option(x, y) for x, y in pairs)

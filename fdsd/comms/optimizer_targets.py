@@ -6,7 +6,7 @@ Live optimizers are not changed; memory for flat slots that are not there yet is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from attrs import field, frozen
@@ -18,11 +18,9 @@ from fdsd.comms.modules import is_dtensor
 from fdsd.comms.optimizer_flats import place_in
 from fdsd.comms.optimizer_templates import Templates
 from fdsd.comms.optimizer_values import Policy, is_same_view, local_part
-from fdsd.data.columns import Slot, as_path
-from fdsd.data.errors import Unsupported
+from fdsd.data.columns import Path, Slot, as_path, at_path
 from fdsd.data.optim import OptimState
 from fdsd.data.spec import TensorSpec, spec_of
-from fdsd.data.values import is_dict
 from fdsd.layout.placed import Placement
 
 if TYPE_CHECKING:
@@ -58,6 +56,11 @@ class SlotTarget:
     def is_flat(self) -> bool:
         """Whether the value is wanted flattened."""
         return self._view is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the value is wanted as a tensor that says how it lies over ranks, or as a part of one."""
+        return self.placement is not None and (self._view is None or self._view.flat.is_sharded)
 
     def flatten(self, leaf: Any) -> Any:
         """Flatten a value as FSDP1 does, where it is wanted so; give any other one as it is."""
@@ -111,14 +114,14 @@ def slot_targets(
     >>> targets["exp_avg", "bias"].spec, targets["exp_avg", "bias"].memory
     (TensorSpec((1,), torch.float32), None)
     """
+    templates = Templates()
     known = {
-        fqn: _Place(live, group, param, i)
+        fqn: _Place(live, group, param, i, templates)
         for live in live_optimizers(modules, optimizers)
         for group in live.groups
         for param in group.params
         for i, fqn in enumerate(param.fqns)
     }
-    templates = Templates()
     fresh: dict[tuple[int, Slot], torch.Tensor] = {}
     made: dict[tuple[Slot, str], SlotTarget] = {}
     for slot, column in state.slots.items():
@@ -131,7 +134,7 @@ def slot_targets(
             if place.param.views and spec.shape == place.param.views[place.i].shape:
                 made[slot, fqn] = _flat_target(place, fqn, slot, spec, fresh)
             else:
-                made[slot, fqn] = _target(place, fqn, slot, spec, templates)
+                made[slot, fqn] = _target(place, fqn, slot, spec)
     return made
 
 
@@ -143,55 +146,46 @@ class _Place:
     group: LiveGroup
     param: LiveParam
     i: int
+    templates: Templates
 
     @property
     def policy(self) -> Policy:
         moves_step = any(self.group.options.get(key) for key in ("fused", "capturable"))
-        return Policy(self.param.tensor, moves_step)
+        return Policy(self.param.tensor, moves_step, "source" if self.live.loads_its_own_way else "target", self.first)
+
+    def first(self, path: Path) -> Any:
+        """Give what a first step would put at a path."""
+        return self.templates.at(self.live, self.group, self.param, path)
 
     def value(self, slot: Slot) -> Any:
         """Give what the optimizer has in a slot."""
-        return _at(self.live.state.get(self.param.tensor), slot)
+        return at_path(self.live.state.get(self.param.tensor), as_path(slot))
 
 
-def _at(row: Any, slot: Slot) -> Any:
-    for key in as_path(slot):
-        row = row.get(key) if is_dict(row) else None
-    return row
-
-
-def _target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec, templates: Templates) -> SlotTarget:
+def _target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec) -> SlotTarget:
     """Find the target of a value that is not flat."""
     param = place.param.tensor
     live = place.value(slot)
-    key = as_path(slot)[-1:]
-    if not isinstance(live, torch.Tensor) or tuple(live.shape) != spec.shape or live.is_meta:
-        return _fresh_target(place, fqn, slot, spec, templates)
+    if place.param.is_elsewhere or not _is_like(live, spec):
+        return _fresh_target(place, fqn, slot, spec)
     memory = None if place.live.loads_its_own_way else local_part(live)
-    device = local_part(live).device if key != ("step",) or memory is not None else param.device
+    device = param.device if memory is None and as_path(slot)[-1:] == ("step",) else local_part(live).device
     return SlotTarget(fqn, slot, spec.with_dtype(live.dtype), _placement(live), memory, device, live)
 
 
-def _fresh_target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec, templates: Templates) -> SlotTarget:
-    param, policy = place.param.tensor, place.policy
-    key = as_path(slot)[-1] if as_path(slot) else None
-    dtype = policy.dtype_of(key, spec.dtype)
+def _is_like(live: Any, spec: TensorSpec) -> TypeGuard[torch.Tensor]:
+    return isinstance(live, torch.Tensor) and not live.is_meta and tuple(live.shape) == spec.shape
+
+
+def _fresh_target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec) -> SlotTarget:
+    param, policy, path = place.param.tensor, place.policy, as_path(slot)
+    dtype = policy.dtype_of(path, spec.dtype)
+    device = torch.device("cpu") if policy.stays(path) else param.device
     like: Any = param if is_dtensor(param) and tuple(param.shape) == spec.shape else None
-    device = param.device if key != "step" or policy.moves_step else torch.device("cpu")
-    if dtype != spec.dtype or (spec.shape not in ((), tuple(param.shape)) and is_dtensor(param)):
-        told = _told(place, slot, templates)
-        if isinstance(told, torch.Tensor) and tuple(told.shape) == spec.shape:
-            dtype, device, like = told.dtype, told.device, told if is_dtensor(told) else like
-    if place.live.loads_its_own_way:
-        dtype = spec.dtype
+    if is_dtensor(param) and spec.shape != tuple(param.shape):
+        first = place.first(path)
+        like = first if is_dtensor(first) and tuple(first.shape) == spec.shape else None
     return SlotTarget(fqn, slot, spec.with_dtype(dtype), _placement(like), None, device, like)
-
-
-def _told(place: _Place, slot: Slot, templates: Templates) -> Any:
-    try:
-        return _at(templates.peek(place.live, place.group, place.param), slot)
-    except Unsupported:
-        return None
 
 
 def _placement(tensor: Any) -> Placement | None:
@@ -208,10 +202,10 @@ def _flat_target(
     """Find the target of a value that is like a parameter within FSDP1's flat one."""
     param, view = place.param, place.param.views[place.i]
     live = place.value(slot)
-    dtype = place.policy.dtype_of(as_path(slot)[-1] if as_path(slot) else None, spec.dtype)
+    dtype = place.policy.dtype_of(as_path(slot), spec.dtype)
     memory: torch.Tensor | None = None
     if place.live.loads_its_own_way:
-        dtype = spec.dtype
+        pass
     elif isinstance(live, torch.Tensor):
         dtype, memory = live.dtype, place_in(param, place.i, live.detach())
     elif (flat := param.flat) is not None:

@@ -5,7 +5,7 @@ Throw-away twins are stepped, one for each kind of parameter (``optimizer_probe`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from fdsd.comms.live import Modules
 from fdsd.comms.live_optimizers import LiveGroup, LiveOptimizer, LiveParam, live_optimizers
 from fdsd.comms.optimizer_flats import spread
-from fdsd.comms.optimizer_probe import first_row, fresh_copy
+from fdsd.comms.optimizer_probe import first_row, fresh_copy, is_plain
+from fdsd.comms.optimizer_values import local_part
 from fdsd.comms.optimizers import columns_of, merged, raw_state, state_of
+from fdsd.data.columns import Path, at_path
 from fdsd.data.errors import Unsupported
 from fdsd.data.optim import OptimState
 
-__all__ = ["Templates", "read_or_template", "template_of"]
+__all__ = ["Templates", "read_or_template", "start", "template_of"]
 
 
 def template_of(modules: Modules, optimizers: Optimizer | Iterable[Optimizer]) -> OptimState:
@@ -41,7 +43,7 @@ def template_of(modules: Modules, optimizers: Optimizer | Iterable[Optimizer]) -
         Unsupported: A class cannot be stepped on zeros without a closure: LBFGS for one.
 
     Law: an optimizer into which this is loaded trains as if nothing had been loaded. SGD with dampening is the
-    exception: no buffer is like none, so the template's zeros are there to be loaded into.
+    exception: no buffer is like none, so the template's zeros are there to be loaded into; they are negative zeros.
 
     >>> from fdsd.comms.modules import read_modules
     >>> model = torch.nn.Linear(2, 1)
@@ -78,16 +80,54 @@ def read_or_template(modules: Modules, optimizers: Optimizer | Iterable[Optimize
     )
 
 
-def _template(live: LiveOptimizer, modules: Modules) -> OptimState:
+def start(optimizer: Optimizer) -> None:
+    """Give a fresh optimizer the state that its first step would make, without a step; one that has state keeps it.
+
+    Args:
+        optimizer: Its parameters and their gradients stay as they are.
+
+    Raises:
+        Unsupported: The class cannot be stepped on zeros without a closure; nothing has been written.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> adam = torch.optim.Adam([weight])
+    >>> start(adam)
+    >>> adam.state[weight]["exp_avg"]
+    tensor([0.])
+    """
+    groups = [
+        LiveGroup(one, tuple([LiveParam(param, ()) for param in one["params"]])) for one in optimizer.param_groups
+    ]
+    live = LiveOptimizer(optimizer, type(optimizer).__name__, tuple(groups))
+    if live.is_fresh:
+        optimizer.state.update({param.tensor: row for param, row in _first_rows(live)})
+
+
+def _first_rows(live: LiveOptimizer) -> list[tuple[LiveParam, dict[Any, Any]]]:
     templates = Templates()
-    rows = [
-        (param, row)
+    return [
+        (param, _without_momentum(row) if group.options.get("dampening") else row)
         for group in live.groups
         for param in group.params
         if (row := templates.row(live, group, param)) is not None
     ]
+
+
+def _template(live: LiveOptimizer, modules: Modules) -> OptimState:
     # groups, and what a state_dict of the optimizer's own adds, are read
-    return spread(raw_state(live, modules).replace(slots=columns_of(rows)), live)
+    return spread(raw_state(live, modules).replace(slots=columns_of(_first_rows(live))), live)
+
+
+def _without_momentum(row: dict[Any, Any]) -> dict[Any, Any]:
+    """Say by negative zeros that there is no momentum yet.
+
+    To SGD with dampening, zeros are not like none: its first gradient counts fully. Negative zeros are memory to load
+    into like others, they stay what they are wherever they are copied, saved, sharded or gathered, and no
+    optimizer gets them by adding up.
+    """
+    if isinstance(buffer := row.get("momentum_buffer"), torch.Tensor) and buffer.is_floating_point():
+        local_part(buffer).neg_()
+    return row
 
 
 @frozen
@@ -95,6 +135,7 @@ class Templates:
     """First states of parameters: each kind of parameter is probed once."""
 
     _rows: dict[Hashable, dict[Any, Any] | str] = field(factory=dict, init=False, repr=False)
+    _paths: dict[Hashable, tuple[Path, ...]] = field(factory=dict, init=False, repr=False)
 
     def row(self, live: LiveOptimizer, group: LiveGroup, param: LiveParam) -> dict[Any, Any] | None:
         """Give the first state of a parameter in tensors of its own; ``None`` if it will have none.
@@ -124,6 +165,38 @@ class Templates:
         if isinstance(found, str):
             raise Unsupported(found)
         return found
+
+    def at(self, live: LiveOptimizer, group: LiveGroup, param: LiveParam, path: Path) -> Any:
+        """Give what stands at a path of the state that a parameter has if it trains; ``None`` if that is unknown."""
+        try:
+            return at_path(self.peek(live, group, param), path)
+        except Unsupported:
+            return None
+
+    def paths(self, live: LiveOptimizer, group: LiveGroup, param: LiveParam) -> tuple[Path, ...]:
+        """Give the paths of all values that a step makes for a parameter; none if that is unknown.
+
+        Nothing is computed, and no memory is needed: the twin steps on tensors of the meta device.
+        """
+        key = (id(live.optimizer), id(group.options), *_kind(param.tensor))
+        if key not in self._paths:
+            meta: Any = torch.nn.Parameter(torch.empty_like(param.tensor.detach(), device="meta"), requires_grad=True)
+            options = {name: value for name, value in group.options.items() if name != "params"}
+            options.update({name: False for name in ("fused", "capturable") if name in options})  # for other devices
+            try:
+                row = first_row(live.optimizer, options, meta)
+            except Unsupported:
+                row = {}
+            self._paths[key] = tuple(_paths(row))
+        return self._paths[key]
+
+
+def _paths(row: Any, path: Path = ()) -> Iterator[Path]:
+    if is_plain(row) and (row or not path):
+        for key, value in row.items():
+            yield from _paths(value, (*path, key))
+    else:
+        yield path
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -1,4 +1,4 @@
-"""Single values on their way into a live optimizer: cast as torch casts them, copied in place where they fit.
+"""Single values on their way into a live optimizer: cast as the optimizer wants them, copied in place where they fit.
 
 Two steps: all values are made first, in memory of their own; then ``Arrivals.land`` copies what goes in place, so
 that nothing has changed if a value cannot be made. Names, groups and optimizers are unknown here.
@@ -6,19 +6,25 @@ that nothing has changed if a value cannot be made. Names, groups and optimizers
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from attrs import define, field, frozen
 
 from fdsd.algebra.dtypes import check_cast, copy_elements
+from fdsd.comms.dtensors import lie_alike
 from fdsd.comms.modules import is_dtensor
 from fdsd.comms.optimizer_probe import fresh_copy, is_plain
+from fdsd.data.columns import Item, Path
 from fdsd.data.ties import storage_id
 from fdsd.data.values import is_dict, is_sequence
 
 __all__ = ["Arrivals", "Policy", "fits", "is_same_view", "local_part"]
+
+
+def _nothing(path: Path) -> object:
+    return None
 
 
 @frozen
@@ -28,30 +34,38 @@ class Policy:
     Args:
         param: The parameter.
         moves_step: Whether ``step`` lies beside the parameter, in float32: for fused and capturable optimizers.
-        dtype: ``"target"``: as ``Optimizer.load_state_dict`` casts; ``"source"``: not at all.
+        dtype: ``"target"``: as ``Optimizer.load_state_dict`` casts, but for ``first``; ``"source"``: not at all.
+        first: Tells what a first step of the optimizer would put at a path; its dtype goes before that of the
+            parameter, as it would in training.
     """
 
     param: torch.Tensor
     moves_step: bool
     dtype: Literal["target", "source"] = "target"
+    first: Callable[[Path], object] = _nothing
 
-    def cast(self, key: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Bring a tensor to the device and dtype that torch would; the same tensor if it has them.
+    def cast(self, path: Path, value: torch.Tensor) -> torch.Tensor:
+        """Bring a tensor to the device and dtype that it is to have; the same tensor if it has them.
 
         Raises:
             Unsupported: torch has no such cast.
         """
-        if key == "step":
-            return value.to(dtype=torch.float32, device=self.param.device) if self.moves_step else value
-        dtype = self.dtype_of(key, value.dtype)
+        dtype = self.dtype_of(path, value.dtype)
         check_cast(value.dtype, dtype)
-        return value.to(dtype=dtype, device=self.param.device)
+        return value.to(dtype=dtype, device=value.device if self.stays(path) else self.param.device)
 
-    def dtype_of(self, key: Hashable, dtype: torch.dtype) -> torch.dtype:
+    def stays(self, path: Path) -> bool:
+        """Whether a tensor keeps its dtype and its device: a count of steps on the CPU."""
+        return path[-1:] == ("step",) and not self.moves_step
+
+    def dtype_of(self, path: Path, dtype: torch.dtype) -> torch.dtype:
         """Tell the dtype that a tensor will have."""
-        if key == "step":
+        if path[-1:] == ("step",):
             return torch.float32 if self.moves_step else dtype
-        return self.param.dtype if self.param.is_floating_point() and self.dtype == "target" else dtype
+        if self.dtype == "source" or not self.param.is_floating_point() or dtype == self.param.dtype:
+            return dtype
+        own = self.first(path)
+        return own.dtype if isinstance(own, torch.Tensor) else self.param.dtype
 
 
 def fits(new: torch.Tensor, live: object, dtype: Literal["target", "source"]) -> bool:
@@ -63,9 +77,7 @@ def fits(new: torch.Tensor, live: object, dtype: Literal["target", "source"]) ->
     if type(new) is torch.Tensor and type(live) is torch.Tensor:
         return live.layout is torch.strided
     if is_dtensor(new) or is_dtensor(live):
-        a: Any = new
-        b: Any = live
-        return type(a) is type(b) and a.device_mesh == b.device_mesh and a.placements == b.placements
+        return type(new) is type(live) and lie_alike(new, live)
     return type(live) in (torch.Tensor, torch.nn.Parameter) and live.layout is torch.strided
 
 
@@ -93,28 +105,28 @@ class Arrivals:
     """Values for one or several optimizers, made but not yet in place.
 
     Args:
-        adopt: Whether tensors may be taken over as they are; if not, whatever is kept is a copy.
+        adopt: Tells whether a value may be taken over as it is; if not, what is kept is a copy.
         dtype: ``"target"``: as torch casts; ``"source"``: not at all.
     """
 
-    adopt: bool
+    adopt: Callable[[object], bool]
     dtype: Literal["target", "source"]
     _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(factory=list, init=False)
     _taken: dict[int, torch.Tensor] = field(factory=dict, init=False)  # tensors that stand somewhere now
     _goals: dict[int, torch.Tensor] = field(factory=dict, init=False)  # live tensors, with what each becomes
 
-    def row(self, policy: Policy, new: Mapping[Any, Any], live: object) -> dict[Any, Any]:
-        """Make the state of one parameter, key by key, beside the one that it has."""
+    def row(self, policy: Policy, new: Mapping[Any, Any], live: object, path: Path = ()) -> dict[Any, Any]:
+        """Make the state of one parameter, or what of it stands at a path, key by key, beside the one that it has."""
         there: Mapping[Any, Any] = live if is_dict(live) else {}
         made: dict[Any, Any] = {}
         for key, value in new.items():
             if is_plain(value):
-                made[key] = self.row(policy, value, there.get(key))
+                made[key] = self.row(policy, value, there.get(key), (*path, key))
             else:
-                made[key] = self.value(policy, key, value, there.get(key))
+                made[key] = self.value(policy, (*path, key), value, there.get(key))
         return made
 
-    def value(self, policy: Policy, key: Hashable, new: Any, live: object = None) -> Any:
+    def value(self, policy: Policy, path: Path, new: Any, live: object = None) -> Any:
         """Make one value: the live tensor, if it is to be filled, or another one."""
         if isinstance(new, torch.Tensor):
             if new is live:
@@ -125,13 +137,12 @@ class Arrivals:
                 check_cast(new.dtype, live.dtype)
                 self._copies.append((live, new))
                 return live
-            made = policy.cast(key, new)
-            return self._own(made, new)
+            return self._own(policy.cast(path, new), new)
         if is_sequence(new):
             pairs = zip(new, _beside(live, len(new)), strict=True)
-            items = [self.value(policy, None, item, at) for item, at in pairs]
+            items = [self.value(policy, (*path, Item(i)), item, at) for i, (item, at) in enumerate(pairs)]
             return _again(type(new), items)
-        return new if self.adopt else fresh_copy(new)
+        return new if self.adopt(new) else fresh_copy(new)
 
     def option(self, new: Any, live: object) -> Any:
         """Make the value of a group's option: a live tensor is filled and stays the same object; a tuple stays one."""
@@ -166,7 +177,7 @@ class Arrivals:
 
     def _own(self, made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """No tensor stands in two places, since optimizers count in place."""
-        if made is given and (not self.adopt or id(made) in self._taken):
+        if made is given and (id(made) in self._taken or not self.adopt(made)):
             made = made.detach().clone()
         self._taken[id(made)] = made
         return made

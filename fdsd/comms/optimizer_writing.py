@@ -6,19 +6,22 @@ Optimizers are never stepped. What is wrong with a state is ``optimizer_checks``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from attrs import define
 from torch.optim import Optimizer
 
+from fdsd.comms.backups import OptimizerBackup
 from fdsd.comms.live import Modules
 from fdsd.comms.live_optimizers import LiveOptimizer, LiveParam
-from fdsd.comms.optimizer_checks import Loaded, Require, problems_of
+from fdsd.comms.optimizer_checks import Loaded, Require, faults_of
 from fdsd.comms.optimizer_flats import joined_row
 from fdsd.comms.optimizer_groups import GroupMatch
 from fdsd.comms.optimizer_probe import fresh_copy
+from fdsd.comms.optimizer_trials import runs_code_of_others
 from fdsd.comms.optimizer_values import Arrivals, Policy
 from fdsd.data.errors import SpecMismatch, add_note
 from fdsd.data.optim import OptimState
@@ -38,6 +41,7 @@ def check_write(
     require: Require = "state",
     keep: Collection[str] = (),
     allow_unexpected: bool = False,
+    is_joint: bool = False,
 ) -> list[Problem]:
     """Find everything that would keep ``write_optimizers`` from writing a state; its values need not be here yet.
 
@@ -48,11 +52,14 @@ def check_write(
         require: As for ``write_optimizers``.
         keep: As for ``write_optimizers``.
         allow_unexpected: As for ``write_optimizers``.
+        is_joint: As for ``faults_of``.
 
     Raises:
         FdsdError: As ``read_optimizers`` does, for parameters that are not in the model.
     """
-    return problems_of(Loaded.of(state, modules, optimizers), require, keep, allow_unexpected, values=False)
+    loaded = Loaded.of(state, modules, optimizers)
+    how: dict[str, Any] = {"allow_unexpected": allow_unexpected, "values": False, "is_joint": is_joint}
+    return faults_of(loaded, require, keep, **how).problems()
 
 
 def write_optimizers(
@@ -63,15 +70,16 @@ def write_optimizers(
     require: Require = "state",
     keep: Collection[str] = (),
     allow_unexpected: bool = False,
-    adopt: bool = False,
+    adopt: bool | Callable[[object], bool] = False,
     dtype: Dtype = "target",
 ) -> None:
     """Give optimizers a state: its values, its groups' options, and no state where it has none.
 
     Live tensors of the same shape are filled and stay the same objects, and keep their dtype; others are replaced
-    by tensors in the dtype and on the device that ``Optimizer.load_state_dict`` would choose. Groups are matched by
-    the names of their parameters, options that only the state has are added. An optimizer with a
-    ``load_state_dict`` of its own, or with hooks on it, gets torch's dict through that.
+    by tensors in the dtype that the optimizer itself would give them, or else in the dtype and on the device that
+    ``Optimizer.load_state_dict`` would choose. Groups are matched by the names of their parameters, options that only
+    the state has are added. An optimizer with a ``load_state_dict`` of its own, or with hooks on it, gets torch's dict
+    through that.
 
     Args:
         state: By the names of the model; a tied parameter by any of its names. Tensors are whole for plain
@@ -83,7 +91,7 @@ def write_optimizers(
             exactly. ``"nothing"``: what is missing has no state, and options keep their values.
         keep: Names whose live state stays if the loaded one has none.
         allow_unexpected: Whether names that no optimizer has are passed over.
-        adopt: Whether tensors of ``state`` may become those of the optimizers, instead of copies.
+        adopt: Whether tensors of ``state`` may become those of the optimizers, instead of copies; or which of them.
         dtype: ``"source"``: tensors keep the dtype that they have in ``state``.
 
     Raises:
@@ -103,22 +111,33 @@ def write_optimizers(
     (0.1, tensor([1.]))
     """
     loaded = Loaded.of(state, modules, optimizers)
-    if problems := problems_of(loaded, require, keep, allow_unexpected, values=True):
+    if problems := faults_of(loaded, require, keep, allow_unexpected=allow_unexpected, values=True).problems():
         raise SpecMismatch(describe(problems))
-    arrivals = Arrivals(adopt, dtype)
+    arrivals = Arrivals(adopt if callable(adopt) else lambda _: adopt, dtype)
     for live in loaded.optimizers:
         arrivals.protect(live.state)
+    has_code = any(map(runs_code_of_others, loaded.optimizers))
+    backup = OptimizerBackup.of([live.optimizer for live in loaded.optimizers]) if has_code else None
     with torch.no_grad():
         changes = [_Change.of(loaded, i, arrivals, frozenset(keep)) for i in range(len(loaded.optimizers))]
-        ours = [change for change in changes if not change.live.loads_its_own_way]
-        for change in changes:  # code of others first: if it raises, the rest is as it was
-            if change.live.loads_its_own_way:
-                change.hand_over()
-        arrivals.land()
-        for change in ours:
-            change.install()
-        for change in ours:
-            change.settle()
+        try:
+            _write(changes, arrivals)
+        except BaseException:
+            if backup is not None:
+                backup.put_back()
+            raise
+
+
+def _write(changes: Sequence[_Change], arrivals: Arrivals) -> None:
+    ours = [change for change in changes if not change.live.loads_its_own_way]
+    for change in changes:  # code of others first: what raises most likely
+        if change.live.loads_its_own_way:
+            change.hand_over()
+    arrivals.land()
+    for change in ours:
+        change.install()
+    for change in ours:
+        change.settle()
 
 
 @define
@@ -140,12 +159,11 @@ class _Change:
             moves_step = any(_option(match, key) for key in ("fused", "capturable"))
             for param in match.live.params:
                 there = live.state.get(param.tensor)
-                given = loaded.rows_of(param)
-                policy = Policy(param.tensor, moves_step, "source" if own else arrivals.dtype)
-                if any(row is not None for row in given):
-                    made = _row(arrivals, policy, param, given, None if own else there)
-                    rows.update({} if made is None else {param: made})
-                elif there is not None and keep.intersection(param.fqns):
+                first = partial(loaded.templates.at, live, match.live, param)
+                policy = Policy(param.tensor, moves_step, "source" if own else arrivals.dtype, first)
+                if any(fqn in loaded.rows for fqn in param.fqns) and not param.is_elsewhere:
+                    rows[param] = _row(loaded, arrivals, policy, param, None if own else there)
+                elif there is not None and (param.is_elsewhere or keep.intersection(param.fqns)):
                     rows[param] = there
         strays = {key: _copied(arrivals, value) for key, value in loaded.strays_of(i).items()}
         options = [_options(match, None if own else arrivals) for match in loaded.matches[i]]
@@ -226,7 +244,7 @@ def _option(match: GroupMatch, key: str) -> Any:
 
 def _options(match: GroupMatch, arrivals: Arrivals | None) -> dict[str, Any]:
     there = match.live.options
-    maker = arrivals if arrivals is not None else Arrivals(adopt=False, dtype="source")
+    maker = arrivals if arrivals is not None else Arrivals(lambda _: False, "source")
     made = {
         key: maker.option(value, there.get(key) if arrivals is not None else _without_tensor(there.get(key)))
         for key, value in match.options.items()
@@ -241,13 +259,12 @@ def _without_tensor(value: Any) -> Any:
     return None if isinstance(value, torch.Tensor) else value
 
 
-def _row(arrivals: Arrivals, policy: Policy, param: LiveParam, given: list[Any], there: Any) -> Any:
-    if param.views:
-        return joined_row(arrivals, policy, param, given, there)
-    if is_dict(given[0]):
-        return arrivals.row(policy, given[0], there)
-    return _copied(arrivals, given[0])
+def _row(loaded: Loaded, arrivals: Arrivals, policy: Policy, param: LiveParam, there: Any) -> Any:
+    if param.flat is not None:
+        return joined_row(arrivals, policy, param, loaded.columns_of(param), there)
+    given = loaded.rows[param.fqn]
+    return arrivals.row(policy, given, there) if is_dict(given) else _copied(arrivals, given)
 
 
 def _copied(arrivals: Arrivals, value: Any) -> Any:
-    return value if arrivals.adopt else fresh_copy(value)
+    return value if arrivals.adopt(value) else fresh_copy(value)

@@ -98,7 +98,7 @@ def columns_of(rows: Iterable[tuple[LiveParam, Any]]) -> Columns:
 def _sort_in(columns: Columns, fqn: str, row: Any) -> None:
     if is_mapping(row) and row:
         for key, value in row.items():
-            if type(key) is str and type(value) is not dict:
+            if type(key) is str and type(value) not in (dict, list, tuple):
                 columns.setdefault(key, {})[fqn] = value
             else:
                 for path, leaf in walk(value, (key,)):

@@ -45,7 +45,7 @@ class Place(NamedTuple):
 class Walk:
     """One walk through one part of a model.
 
-    The tensors are read on the way. They are read anew where hooks have to run before, or FSDP1 has flattened some.
+    The tensors are read afterwards: hooks that have to run before may replace them.
 
     Args:
         part: The module to walk through.
@@ -57,8 +57,6 @@ class Walk:
     def __init__(self, part: nn.Module) -> None:
         self.places: list[Place] = []
         self.machines: list[tuple[range, Machine]] = []  # with the places at and below it; outer ones first
-        self._rows: list[LiveTensor] = []
-        self._extras: list[tuple[int, Place]] = []  # with the number of tensors before it
         self._hooked: list[int] = []  # the numbers of places with pre-hooks
         self._flats: dict[int, dict[str, FlatView]] = {}  # by the identity of the module
         self._originals: dict[int, FlatView] = {}  # by the identity of the original parameter
@@ -75,10 +73,6 @@ class Walk:
         first = len(self.places)
         self.places.append(_new(Place, (module, prefix, kind)))
         inside: Any = module
-        if inside._parameters or inside._buffers:
-            _append_own(inside, prefix, self._rows)
-        if kind.has_extra:
-            self._extras.append((len(self._rows), self.places[first]))
         if inside._state_dict_pre_hooks:
             self._hooked.append(first)
         children: dict[str, nn.Module | None] = inside._modules
@@ -124,52 +118,53 @@ class Walk:
             NameConflict: Two different tensors would have one name.
             Unsupported: Code of a module's own gives what cannot be understood.
         """
-        has_run = self._run_pre_hooks()
-        is_flat = self._find_flats(table)
+        self._run_pre_hooks()
+        self._find_flats(table)
         if any(machine.saving for _, machine in self.machines):
             from fdsd.comms.showing import Showing
 
             Showing(self, fqn_modifiers).into(table)
             return
-        if has_run or is_flat:
-            self._read_anew()
+        rows, extras = self._read()
         places: Any = self.places
         table.metadata.update(
             {prefix[:-1]: {"version": module._version} for module, prefix, kind in places if kind.wraps is None}
         )
         done = 0
-        for end, (module, prefix, _) in self._extras:
-            table.extend(self._rows[done:end])
+        for end, (module, prefix, _) in extras:
+            table.extend(rows[done:end])
             table.add_extra(prefix + EXTRA_STATE, module.get_extra_state(), module)
             done = end
-        table.extend(self._rows[done:] if done else self._rows)
+        table.extend(rows[done:] if done else rows)
         for below, machine in reversed(self.machines):  # the outermost one has the last word
             table.through.update(dict.fromkeys(self._names_of(below), machine))
 
-    def _read_anew(self) -> None:
-        self._rows, self._extras = [], []
+    def _read(self) -> tuple[list[LiveTensor], list[tuple[int, Place]]]:
+        """Give all tensors in order, and what has extra state, with the number of tensors before it."""
+        rows: list[LiveTensor] = []
+        extras: list[tuple[int, Place]] = []
         for place in self.places:
-            self.own(place, self._rows)
+            inside: Any = place.module
+            if inside._parameters or inside._buffers or self._flats:
+                self.own(place, rows)
             if place.kind.has_extra:
-                self._extras.append((len(self._rows), place))
+                extras.append((len(rows), place))
+        return rows, extras
 
-    def _run_pre_hooks(self) -> bool:
+    def _run_pre_hooks(self) -> None:
         """Run what runs before a state dict is taken; FSDP2 puts its shards back in place so."""
         itself = {i for below, machine in self.machines if "state_dict" in machine.saving for i in below}
-        has_run = False
         for i in self._hooked:
             if i in itself:
                 continue
             module, prefix, _ = self.places[i]
             for hook in pre_hooks(module):
                 hook(module, prefix, False)
-                has_run = True
-        return has_run
 
-    def _find_flats(self, table: Table) -> bool:
-        """Find what FSDP1 has flattened, and tell whether there is any."""
+    def _find_flats(self, table: Table) -> None:
+        """Find what FSDP1 has flattened."""
         if not any(kind.wraps == FSDP1_WRAPPED for kind in self._kinds.values()):
-            return False
+            return
         from fdsd.comms.fsdp1 import find_flats, original_dtypes
 
         wrapped = [place.module for place in self.places if place.kind.wraps == FSDP1_WRAPPED]
@@ -177,7 +172,6 @@ class Walk:
         views = [view for flat in table.flats.values() if flat.uses_originals for view in flat.views]
         self._originals = {id(view.live): view for view in views}
         self._dtypes = original_dtypes(wrapped)
-        return True
 
     def _names_of(self, below: range) -> Iterator[str]:
         for i in below:

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from fdsd.compat._copying import copy_pairs, prepared
-from fdsd.compat._kinds import misfit, parts_of, spec_of_kind
+from fdsd.comms.kinds import misfit, parts_of, spec_of_kind
 from fdsd.compat._nested import Path, mapped, named, pairs_of
 from fdsd.data.errors import FdsdError, SpecMismatch
+from fdsd.engine.copying import copy_pairs, prepared
 
 __all__ = ["CompanionMismatch", "are_alike", "companions", "copied"]
 

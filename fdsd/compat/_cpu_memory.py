@@ -6,52 +6,21 @@ Nothing is copied here but by ``to_cpu``; sharded tensors keep their class and t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from attrs import field, frozen
 
-from fdsd.compat._kinds import kind_of, parts_of, spec_of_kind, with_parts
+from fdsd.comms.kinds import parts_of, with_parts
 from fdsd.data.errors import FdsdError
-from fdsd.data.ties import tie_key
 
-__all__ = ["Allocator", "Once", "PinningError", "check_pinning", "to_cpu"]
+__all__ = ["Allocator", "PinningError", "check_pinning", "to_cpu"]
 
 _CPU = torch.device("cpu")
 
 
 class PinningError(FdsdError, RuntimeError):
     """Memory cannot be page-locked."""
-
-
-class Once:
-    """Changes tensors, tied ones once, so that what was tied stays tied.
-
-    >>> w = torch.ones(2)
-    >>> once = Once(torch.clone)
-    >>> once(w) is once(w)
-    True
-    """
-
-    def __init__(self, change: Callable[[Any], Any]) -> None:
-        self._change = change
-        self._made: dict[Hashable, Any] = {}
-        self._alive: list[Any] = []
-
-    def __call__(self, tensor: Any) -> Any:
-        """Give the changed tensor."""
-        key = tuple([tie_key(part) for part in parts_of(tensor)])
-        if not key or None in key:
-            return self._change(tensor)
-        whole = (kind_of(tensor), spec_of_kind(tensor), key)  # one shard may be that of different wholes
-        if whole not in self._made:
-            made = self._change(tensor)
-            if made is tensor:
-                return tensor
-            self._made[whole] = made
-            self._alive.append(tensor)  # keys hold ids, which must not be used again
-        return self._made[whole]
 
 
 def to_cpu(tensor: Any) -> Any:

@@ -9,113 +9,120 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import frozen
 from torch import nn
 
 from fdsd.algebra.dtypes import check_cast
+from fdsd.algebra.lazy import Lazy
 from fdsd.comms.hooks import Machine
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.modules import is_dtensor
-from fdsd.compat._kinds import is_sharded_tensor
 from fdsd.data.errors import FdsdError
-from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
+from fdsd.data.spec import TensorSpec, is_exact
+from fdsd.engine.matching import Match
 
 __all__ = ["Fit", "fit_model", "told"]
 
+_TENSORS = (torch.Tensor, Lazy, TensorSpec)
 
-@define(eq=False)
+
+@frozen(eq=False)
 class Fit:
     """What of a state dict goes where in a model, and what does not fit.
 
     Attributes:
-        loads: For each live tensor, by its first name, the name in the state dict that it takes.
-        extra: The names of extra states.
-        machines: For modules that load by code of their own: the names that they get.
-        missing: Names that the model has and the state dict lacks.
-        unexpected: Names that the state dict has beyond.
-        errors: Other differences.
+        match: What goes where; modules that load by code of their own get all names that are theirs.
+        beyond: Names that the model does not have, and the modules below which they stand.
+        scalars: Names of tensors of one element and one dim, for such of no dim: files of old have them so.
+        errors: Differences other than names.
     """
 
-    loads: dict[str, str] = field(factory=dict)
-    extra: list[str] = field(factory=list)
-    machines: dict[Machine, list[str]] = field(factory=dict)
-    missing: list[str] = field(factory=list)
-    unexpected: list[str] = field(factory=list)
-    errors: list[str] = field(factory=list)
+    match: Match
+    beyond: dict[str, Machine]
+    scalars: list[str]
+    errors: list[str]
 
 
 def fit_model(modules: Modules, names: Collection[str], state: Mapping[str, Any], *, whole: bool) -> Fit:
-    """Compare a state dict with a model.
+    """Compare a state dict with a model, as ``load_state_dict`` does: tied names are wanted too, and the last counts.
 
     Args:
         modules: The model.
-        names: The names that are expected.
+        names: The names that are expected; what a hook hides may be given too.
         state: Values by name; specs stand for values that another rank has.
         whole: Whether tensors that lie over ranks take whole ones.
     """
-    fit = Fit()
     tensors, through = modules.tensors, modules.through
-    fit.machines = {machine: [] for machine in modules.machines()}
-    for name in names:
+    loads: dict[str, str] = {}
+    missing: list[str] = []
+    errors: list[str] = []
+    scalars: list[str] = []
+    known = set(names)
+    hidden = [name for name in state if name not in known and _is_hidden(tensors.get(name))]
+    for name in [*names, *hidden]:
         if name in through:
             continue
-        if name not in state:
-            fit.missing.append(name)
-            continue
         live = tensors.get(name)
-        if live is None:
-            fit.extra.append(name)
-        elif (problem := _misfit(name, live, state[name], whole)) is not None:
-            fit.errors.append(problem)
+        if name not in state:
+            if not _is_made_by_itself(name, live, state):
+                missing.append(name)
+        elif live is not None and (problem := _misfit(name, live, state[name], whole, scalars)) is not None:
+            errors.append(problem)
         else:
-            fit.loads[live.tied_to or name] = name
-    known = set(names)
-    for name in state:
-        if name in known:
-            if name in through:
-                fit.machines[through[name]].append(name)
-            continue
-        below = [machine for machine in fit.machines if name.startswith(machine.prefix)]
-        if below and name not in tensors:
-            fit.machines[below[-1]].append(name)  # its code may know names of older formats
-        else:
-            fit.unexpected.append(name)
-    fit.missing = [name for name in fit.missing if not _made_by_itself(name, modules, state)]
-    return fit
+            loads[name if live is None else live.tied_to or name] = name
+    loads.update({name: name for name in through if name in known and name in state})
+    known.update(hidden)
+    unexpected = [name for name in state if name not in known]
+    beyond = _beyond(unexpected, modules)
+    loads.update({name: name for name in beyond})
+    rest = tuple([name for name in unexpected if name not in beyond])
+    return Fit(Match(loads, missing=tuple(missing), unexpected=rest), beyond, scalars, errors)
 
 
-def _misfit(name: str, live: LiveTensor, value: Any, whole: bool) -> str | None:
+def _is_hidden(live: LiveTensor | None) -> bool:
+    """Tell whether code of a module's own leaves a tensor out of what it shows: it is loaded all the same, if given."""
+    if live is None or live.persistent:
+        return False
+    owner: Any = live.owner
+    return live.kind == "parameter" or live.name not in owner._non_persistent_buffers_set
+
+
+def _beyond(names: Sequence[str], modules: Modules) -> dict[str, Machine]:
+    """Choose the names that stand below modules with code of their own, which may know names of older formats."""
+    machines = modules.machines()
+    below = {name: [one for one in machines if name.startswith(one.prefix)] for name in names if machines}
+    return {name: some[-1] for name, some in below.items() if some and name not in modules.tensors}
+
+
+def _misfit(name: str, live: LiveTensor, value: Any, whole: bool, scalars: list[str]) -> str | None:
     target = live.tensor
-    if not isinstance(value, torch.Tensor | VirtualTensor | TensorSpec):
+    if not isinstance(value, _TENSORS):
         return (
             f'While copying the parameter named "{name}", expected torch.Tensor or Tensor-like object from checkpoint '
             f"but received {type(value)}"
         )
-    shape = live.spec.shape if live.flat is not None else tuple(target.shape)
-    given, dtype = _shape_and_dtype(value)
-    if given != shape and not (shape == () and given == (1,)):  # torch's files of old have scalars of one dim
+    shape: tuple[int, ...] = live.spec.shape if live.flat is not None else target.shape
+    tensor: Any = value
+    given = tensor.shape
+    if given != shape and (tuple(given), tuple(shape)) == ((1,), ()):
+        scalars.append(name)
+    elif given != shape:
         return (
             f"size mismatch for {name}: copying a param with shape {torch.Size(given)} from checkpoint, the shape in "
             f"current model is {torch.Size(shape)}."
         )
-    if is_exact(value) and isinstance(value, torch.Tensor) and value.is_meta and not target.is_meta:
-        return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
-    if is_exact(value) and not whole and (live.flat is not None or is_dtensor(target)):
-        return (
-            f'While copying the parameter named "{name}": the value is a whole tensor, and the model has it sharded. '
-            "Whole tensors are loaded with StateDictOptions(full_state_dict=True)."
-        )
-    return _miscast(name, live, value, dtype)
+    if is_exact(tensor):
+        if tensor.is_meta and not target.is_meta:
+            return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
+        if not whole and (is_dtensor(target) if live.flat is None else live.flat.flat.is_sharded):
+            return (
+                f'While copying the parameter named "{name}": the value is a whole tensor, and the model has it '
+                "sharded. Whole tensors are loaded with StateDictOptions(full_state_dict=True)."
+            )
+    return _miscast(name, live, tensor.dtype)
 
 
-def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    if is_sharded_tensor(value):  # which warns when it is asked like a tensor
-        metadata = value.metadata()
-        return tuple(metadata.size), metadata.tensor_properties.dtype
-    return tuple(value.shape), value.dtype
-
-
-def _miscast(name: str, live: LiveTensor, value: Any, source: torch.dtype) -> str | None:
+def _miscast(name: str, live: LiveTensor, source: torch.dtype) -> str | None:
     target = live.dtype or (live.spec.dtype if live.flat is not None else live.tensor.dtype)
     if source == target:
         return None
@@ -126,9 +133,8 @@ def _miscast(name: str, live: LiveTensor, value: Any, source: torch.dtype) -> st
     return None
 
 
-def _made_by_itself(name: str, modules: Modules, state: Mapping[str, Any]) -> bool:
+def _is_made_by_itself(name: str, live: LiveTensor | None, state: Mapping[str, Any]) -> bool:
     """Tell whether torch's own module does without a name: batch norms of old files have no count."""
-    live = modules.tensors.get(name)
     if live is None or live.name != "num_batches_tracked" or not isinstance(live.owner, nn.modules.batchnorm._NormBase):  # pyright: ignore[reportPrivateUsage]  # where torch has the rule
         return False
     versions: Mapping[str, Any] = getattr(state, "_metadata", None) or {}

@@ -16,14 +16,13 @@ from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
 from fdsd.comms.fsdp1 import Flat, FlatView
 from fdsd.comms.live import Modules
+from fdsd.comms.worlds import Meeting, world_over
 from fdsd.comms.wrappers import FSDP1_WRAPPED, wrapped_as
-from fdsd.compat._group import ranks_of
-from fdsd.compat._meetings import Meeting
 from fdsd.compat._options import StateDictOptions
-from fdsd.compat._worlds import world_over
 from fdsd.data.columns import Slot
 from fdsd.data.optim import OptimState
 from fdsd.engine.delivery import plan_delivery
+from fdsd.engine.meetings import ranks_of
 from fdsd.engine.request import Request
 from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Pieces
@@ -173,8 +172,7 @@ def with_rows_from_elsewhere(state: OptimState, modules: Modules) -> OptimState:
     """Add the state of parameters of which this rank holds nothing, as the ranks that hold something tell it.
 
     With original parameters, FSDP1 gives an optimizer no state for what lies on other ranks only; every rank shows it
-    all
-    the same. Collective, if there are flat parameters that lie over ranks.
+    all the same. Collective, if there are flat parameters that lie over ranks.
 
     Args:
         state: The state of this rank's optimizers.

@@ -14,8 +14,8 @@ from attrs import frozen
 
 from fdsd.algebra.apply import defer_leaf
 from fdsd.comms.alone import this_rank
+from fdsd.comms.kinds import kind_of, parts_of, spec_of_kind
 from fdsd.compat._errors import LoadError, NoMapping
-from fdsd.compat._kinds import kind_of, parts_of, spec_of_kind
 from fdsd.compat._rank0 import RankZero
 from fdsd.compat._slots import Slot
 from fdsd.data.errors import SpecMismatch, Unsupported, listing

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fdsd.comms.live import Modules
 from fdsd.comms.modules import is_dtensor, leaf_of, read_modules
@@ -93,8 +94,8 @@ def live_values(modules: Modules, names: Collection[str], options: StateDictOpti
             values[name] = leaf_of(live)
         elif options.full_state_dict and is_dtensor(live.tensor):
             values[name] = live.tensor  # it is gathered anyway, and to detach one takes long
-        else:
-            values[name] = live.tensor.detach()
+        else:  # one of a lazy module that has not run has nothing to detach
+            values[name] = live.tensor if is_lazy(live.tensor) else live.tensor.detach()
     made = OrderedDict(shown({None: values}, modules, options)[None] if has_flats else values)
     made._metadata = OrderedDict(modules.metadata)  # type: ignore[attr-defined]  # torch's own convention
     return made

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from attrs import define
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]  # what torch returns
 
 from fdsd.comms.live import Modules
-from fdsd.compat._errors import LoadError, NoMapping, OptionError
-from fdsd.compat._fitting import fit_model, told
+from fdsd.comms.worlds import Meeting, default_world
+from fdsd.compat._errors import LoadError, NoMapping
+from fdsd.compat._fitting import told
 from fdsd.compat._fqns import FLAT_PARAM, prefix_of
-from fdsd.compat._group import default_world
-from fdsd.compat._loading import Load
-from fdsd.compat._meetings import Meeting, meetings_of
 from fdsd.compat._model import expected_names, refuse_empty
+from fdsd.compat._model_plan import Plan, warn_of_meta
 from fdsd.compat._options import StateDictOptions
-from fdsd.compat._rank0 import RankZero, announced, outline_of_model
+from fdsd.compat._rank0 import announced, outline_of_model
 from fdsd.compat._verdict import Findings, agreed
-from fdsd.data.errors import listing, plural
-from fdsd.data.protocols import World
+from fdsd.data.errors import add_note, listing, plural
 from fdsd.data.statedict import as_mapping
+from fdsd.engine.meetings import meetings_of
 
 __all__ = ["ModelLoading", "by_name"]
 
@@ -77,19 +75,18 @@ class ModelLoading:
     """A state dict on its way into a model: all has been checked, on all ranks, and nothing has been written.
 
     Attributes:
-        load: What is to be done; ``None`` for nothing.
+        known: Who may meet for values that come from other ranks.
+        plan: What is to be done; ``None`` for nothing.
         verdict: What all ranks found.
-        names: The names that the model expects.
-        may_be_empty: Whether nothing at all was fine.
+        nothing: What is answered if nothing is done.
     """
 
     model: nn.Module
     options: StateDictOptions
-    meetings: list[Meeting]
-    load: Load | None
+    known: Sequence[Meeting]
+    plan: Plan | None
     verdict: Findings
-    names: Collection[str]
-    may_be_empty: bool
+    nothing: _IncompatibleKeys
 
     @classmethod
     def prepared(
@@ -100,6 +97,7 @@ class ModelLoading:
         options: StateDictOptions,
         *,
         may_be_empty: bool = False,
+        fault: Exception | None = None,
     ) -> ModelLoading:
         """Compare a state dict with a model. Collective, if the model lies over ranks or rank 0 gives for all.
 
@@ -109,100 +107,79 @@ class ModelLoading:
             state: Values by name, or by submodule.
             options: How strict, how whole, and from whom.
             may_be_empty: Whether nothing at all is fine, and nothing is done then.
+            fault: What went wrong on this rank before: the others have to hear of it.
 
         Raises:
             LoadError: It does not fit.
         """
-        names = expected_names(modules, options)
-        mine, load, fault = Findings(), None, None
-        try:
-            state = by_name(model, state, options)
-            refuse_empty(state, options, excused=may_be_empty)
-        except Exception as error:  # the other ranks have to hear of it
-            fault = error
-        meetings = meetings_of(modules, () if fault else state.values(), options)
-        if options.broadcast_from_rank0 and (world := default_world()) is not None:
-            state = announced(state, world, outline_of_model, fault)
         if fault is None:
-            try:
-                load = Load(modules, fit_model(modules, names, state, whole=options.full_state_dict), state, meetings)
-                mine = _planned(load, options)
-            except Exception as error:
-                fault = error
-        verdict = agreed(mine, fault, meetings)
-        is_nothing = verdict.is_empty and (may_be_empty or not options.broadcast_from_rank0)
-        if not is_nothing:
+            state, fault = _attempted(lambda: _checked(by_name(model, state, options), options, may_be_empty))
+        known = meetings_of(modules, () if fault else state.values(), everywhere=options.broadcast_from_rank0)
+        if options.broadcast_from_rank0 and (world := default_world()) is not None:
+            state = announced(state, world, outline_of_model, fault, options)
+        plan = None
+        if fault is None:
+            plan, fault = _attempted(lambda: Plan.of(modules, state, options, known))
+        verdict = agreed(Findings() if plan is None else plan.findings(is_empty=not state), fault, known, options)
+        if verdict.is_empty and (may_be_empty or not options.broadcast_from_rank0):
+            plan = None
+        else:
             _refuse(verdict, options, model)
-        return cls(model, options, meetings, None if is_nothing else load, verdict, names, may_be_empty)
+        if plan is not None:
+            plan.join(verdict)
+        lacking = expected_names(modules, options) if plan is None and not may_be_empty else ()
+        return cls(model, options, known, plan, verdict, _IncompatibleKeys(list(lacking), []))
 
     def write(self) -> _IncompatibleKeys:
-        """Write it.
+        """Write it: what may raise goes first.
 
         Raises:
-            LoadError: A module that loads by code of its own refuses; all is as it was.
+            LoadError: Code of a module's own refuses; all is as it was, on all ranks.
         """
-        if self.load is None:
-            return _IncompatibleKeys([], []) if self.may_be_empty else _IncompatibleKeys(list(self.names), [])
-        verdict, fit = self.verdict, self.load.fit
+        if self.plan is None:
+            return self.nothing
+        load, verdict, match = self.plan.load, self.verdict, self.plan.fit.match
+        missing: Sequence[str] = match.missing
+        unexpected: Sequence[str] = match.unexpected
+        load.keep_sources()
         if verdict.has_machines:
-            verdict = self._run_machines(self.load)
-        self.load.write(self.verdict.collective)
-        everywhere = self.options.broadcast_from_rank0  # all got one state dict, of which others may want more
-        return _IncompatibleKeys(fit.missing, verdict.common if everywhere else fit.unexpected)
-
-    def _run_machines(self, load: Load) -> Findings:
-        """Let modules load that do so themselves; if anything is wrong then, all is put back on all ranks."""
-        ran, backup = load.run_machines(self.verdict.collective)
-        fit = load.fit
-        fit.missing += ran.missing
-        fit.unexpected += ran.unexpected
-        try:
-            mine = Findings(fit.missing, fit.unexpected, fit.unexpected, ran.errors)
-            found = agreed(mine, None, self.meetings)
-            _refuse(found, self.options, self.model)
-        except BaseException:
-            backup.put_back()
-            raise
-        return found
-
-
-def _planned(load: Load, options: StateDictOptions) -> Findings:
-    world = default_world() if options.full_state_dict else None
-    if options.full_state_dict:
-        load.device = _device(load.modules, world)
-    if options.broadcast_from_rank0 and world is not None:
-        load.from_zero = RankZero({name: value for name, value in load.state.items() if hasattr(value, "dtype")})
-    load.plan()
-    fit = load.fit
-    return Findings(
-        fit.missing,
-        fit.unexpected,
-        fit.unexpected,
-        fit.errors,
-        [],
-        load.collective,
-        not load.state,
-        bool(fit.machines),
-    )
-
-
-def _device(modules: Modules, world: World | None) -> torch.device | None:
-    """Give the one device of a model's tensors; where no tensor has one, that of the group.
-
-    Raises:
-        OptionError: There are several.
-    """
-    devices = {
-        getattr(live.tensor, "_local_tensor", live.tensor).device
-        for live in modules.tensors.values()
-        if live.persistent and live.tensor.ndim > 0
-    }
-    devices.discard(torch.device("meta"))
-    if len(devices) > 1:
-        raise OptionError(
-            f"Multiple devices found: {listing(map(str, devices))}. Whole state dicts are loaded into models on one."
+            load.take_all(self.plan.for_code.run(verdict.collective))
+            missing, unexpected, verdict = self._run_code(self.plan)
+        load.take_all(self.plan.others.run(self.verdict.collective))
+        if load.place() or load.modules.through:
+            warn_of_meta(load.modules)
+        # of one state dict for all, other ranks may want more
+        return _IncompatibleKeys(
+            list(missing), verdict.common if self.options.broadcast_from_rank0 else list(unexpected)
         )
-    return devices.pop() if devices else None if world is None else world.device
+
+    def _run_code(self, plan: Plan) -> tuple[Sequence[str], Sequence[str], Findings]:
+        """Let modules load that do so themselves; if anything is wrong then, all is put back on all ranks."""
+        undo = plan.load.backup()
+        try:
+            found, fault = plan.run_code()
+            verdict = agreed(found, fault, self.known, self.options)
+            _refuse(verdict, self.options, self.model)
+        except BaseException as error:
+            try:
+                undo()
+            except Exception as another:
+                add_note(error, f"Undoing it raised {type(another).__name__}: {another}")
+            raise
+        return found.missing, found.unexpected, verdict
+
+
+def _attempted(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Do what may fail on some ranks only: the others have to hear of it."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _checked(state: Mapping[str, Any], options: StateDictOptions, may_be_empty: bool) -> Mapping[str, Any]:
+    refuse_empty(state, options, excused=may_be_empty)
+    return state
 
 
 def _refuse(verdict: Findings, options: StateDictOptions, model: nn.Module) -> None:

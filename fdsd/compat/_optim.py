@@ -4,31 +4,44 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
+from fdsd.comms.kinds import parts_of
 from fdsd.comms.live import Modules
 from fdsd.comms.live_optimizers import LiveOptimizer, live_optimizers
 from fdsd.comms.optimizer_templates import read_or_template
 from fdsd.comms.optimizers import merged, read_optimizers
 from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._flats import shown, with_rows_from_elsewhere
+from fdsd.compat._loans import lend
 from fdsd.compat._options import StateDictOptions
-from fdsd.data.columns import as_path
+from fdsd.data.columns import as_path, join_sequences
 from fdsd.data.errors import Unsupported, listing
 from fdsd.data.flat_optim import flatten, unflatten
 from fdsd.data.optim import OptimState
+from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import as_mapping
+from fdsd.data.values import is_sequence
 
-__all__ = ["as_osd", "as_state", "is_by_id", "listed", "own_methods", "read_state", "shown_state", "without_unused"]
+__all__ = [
+    "as_osd",
+    "as_state",
+    "is_by_id",
+    "listed",
+    "own_methods",
+    "read_state",
+    "shown_state",
+    "unused_momentum",
+    "used_momentum",
+    "without_momentum",
+]
 
 _METHODS = ("state_dict", "load_state_dict")
-_UNUSED = "_fdsd_unused"
-"""Marks the momentum that a fresh SGD has not got yet, as memory to load into."""
 
 
 def listed(optimizers: Any) -> tuple[Optimizer, ...]:
@@ -84,7 +97,7 @@ def read_state(modules: Modules, optimizers: Sequence[Optimizer]) -> OptimState:
         try:
             state = read_or_template(modules, [optimizer])
             if not optimizer.state:
-                _mark_unused(state)
+                lend(state, optimizer)
         except Unsupported:  # one that needs a closure, or real gradients, before it has any state
             state = read_optimizers(modules, [optimizer])
         states.append(state)
@@ -98,34 +111,46 @@ def _dampened(state: OptimState) -> Iterator[tuple[str, Any]]:
             yield from [(fqn, column[fqn]) for fqn in group.fqns if fqn in column]
 
 
-def _mark_unused(state: OptimState) -> None:
-    for _, value in _dampened(state):
-        if isinstance(value, torch.Tensor):
-            setattr(value, _UNUSED, _local(value)._version)
+def used_momentum(state: OptimState) -> list[str]:
+    """List the parameters of which this rank can tell that their momentum is one, and no place for one.
 
-
-def _local(value: Any) -> torch.Tensor:
-    found: torch.Tensor = getattr(value, "_local_tensor", value)
-    return found
-
-
-def _is_unused(value: Any) -> bool:
-    marked = getattr(value, _UNUSED, None)
-    if marked is None or bool(_local(value).any()):
-        return False
-    # a shard may be all zeros where others are not, so ranks look whether it was written to
-    return type(value) is torch.Tensor or _local(value)._version == marked
-
-
-def without_unused(state: OptimState) -> OptimState:
-    """Take back the momentum that a fresh SGD gave as memory to load into, and into which nothing has been loaded.
-
-    With dampening, zeros are not where SGD starts from: its first gradient counts fully.
+    >>> from fdsd.data.groups import ParamGroup
+    >>> column = {"a": torch.zeros(2), "b": -torch.zeros(2)}
+    >>> used_momentum(OptimState({"momentum_buffer": column}, [ParamGroup(("a", "b"), {"dampening": 0.5})]))
+    ['a']
     """
-    unused = {fqn: None for fqn, value in _dampened(state) if _is_unused(value)}
-    if not unused:
+    return [fqn for fqn, value in _dampened(state) if not _may_be_none(value)]
+
+
+def _may_be_none(value: Any) -> bool:
+    if isinstance(value, TensorSpec):
+        return True  # rank 0 knows
+    parts = parts_of(value) if isinstance(value, torch.Tensor) else []
+    return isinstance(value, torch.Tensor) and all(_is_none(part) for part in parts)
+
+
+def _is_none(part: torch.Tensor) -> bool:
+    if part.is_meta or not part.is_floating_point():
+        return False
+    return not bool(part.any()) and bool(part.signbit().all())
+
+
+def unused_momentum(state: OptimState, used: Sequence[str]) -> set[str]:
+    """List the parameters whose momentum is, on all ranks, a place for one: negative zeros.
+
+    Args:
+        state: The state.
+        used: What any rank has found to be used.
+    """
+    known = set(used)
+    return {fqn for fqn, value in _dampened(state) if fqn not in known and value is not None}
+
+
+def without_momentum(state: OptimState, names: Collection[str]) -> OptimState:
+    """Take back the momentum that a fresh SGD gave as memory to load into, and into which nothing has been loaded."""
+    if not names:
         return state
-    column = {**state.slots["momentum_buffer"], **unused}
+    column = {**state.slots["momentum_buffer"], **dict.fromkeys(names)}
     return state.replace(slots={**state.slots, "momentum_buffer": column})
 
 
@@ -137,7 +162,7 @@ def as_osd(state: OptimState, options: StateDictOptions) -> dict[str, Any]:
     {'param_groups.w.lr': 0.1}
     """
     if options.flatten_optimizer_state_dict:
-        return flatten(state).to_dict()
+        return flatten(state, whole_sequences=True).to_dict()
     osd = state.to_torch()
     return {"state": osd["state"], "param_groups": osd["param_groups"]}
 
@@ -159,11 +184,34 @@ def as_state(osd: Any, modules: Modules, optimizers: Sequence[Optimizer], option
     if given is None:
         raise NoMapping(f"Expected optim_state_dict to be dict-like, got {type(osd)}.")
     live = live_optimizers(modules, optimizers)
+    _check_groups(given)
     if "state" not in given:
-        return _from_flat(given, read_state(modules, optimizers), options)
+        like = read_state(modules, optimizers)
+        return _with_strays(_from_flat(given, like, options), given, {*modules.tensors, *like.fqns})
     if is_by_id(given):
         return _by_id(given, live)
     return OptimState.from_torch({"state": given["state"], "param_groups": given.get("param_groups", [])})
+
+
+def _check_groups(osd: Mapping[str, Any]) -> None:
+    """Refuse groups that cannot be read.
+
+    Raises:
+        NoMapping: They are no list of dicts, each with a list of parameters.
+    """
+    groups = osd.get("param_groups", [])
+    if not is_sequence(groups):
+        raise NoMapping(f"optim_state_dict['param_groups'] is a list of dicts, not {type(groups).__name__}.")
+    if odd := [i for i, group in enumerate(groups) if as_mapping(group) is None]:
+        raise NoMapping(f"optim_state_dict['param_groups'] is a list of dicts; these items are none: {listing(odd)}.")
+    if odd := [i for i, group in enumerate(groups) if not _lists(group.get("params"))]:
+        raise NoMapping(
+            f"optim_state_dict['param_groups']: in the groups {listing(odd)} 'params' is no list of names or ids."
+        )
+
+
+def _lists(params: Any) -> bool:
+    return isinstance(params, Iterable) and not isinstance(params, str | bytes | Mapping | torch.Tensor)
 
 
 def is_by_id(osd: Mapping[str, Any]) -> bool:
@@ -172,8 +220,7 @@ def is_by_id(osd: Mapping[str, Any]) -> bool:
     >>> is_by_id({"state": {}, "param_groups": [{"params": [0]}]}), is_by_id({"state.w.step": 3})
     (True, False)
     """
-    groups = osd.get("param_groups", ())
-    keys = [key for group in groups for key in (group.get("params", ()))]
+    keys = [key for group in osd.get("param_groups", ()) for key in group["params"]]
     return bool(keys) and all(isinstance(key, int) for key in keys)
 
 
@@ -203,9 +250,10 @@ def _from_flat(flat: Mapping[str, Any], like: OptimState, options: StateDictOpti
     ]
     found = unflatten(flat, like, strict=False)
     rows = {name for column in found.slots.values() for name in column}
-    for slot, column in like.slots.items():
+    whole = join_sequences(found.slots)
+    for slot, column in join_sequences(like.slots).items():
         path = ".".join(map(str, as_path(slot)))
-        there: Mapping[str, Any] = found.slots.get(slot, {})
+        there: Mapping[str, Any] = whole.get(slot, {})
         missing += [f"state.{name}.{path}" for name in column if name in rows and name not in there]
     if missing and options.strict:
         raise LoadError(
@@ -216,11 +264,28 @@ def _from_flat(flat: Mapping[str, Any], like: OptimState, options: StateDictOpti
     return found if not missing else _completed(found, like)
 
 
+def _with_strays(found: OptimState, flat: Mapping[str, Any], known: set[str]) -> OptimState:
+    """Add what belongs to no parameter: neither the model nor a group has its name."""
+    listed = {key.rpartition(".")[0].partition(".")[2] for key in flat if key.startswith("param_groups.")}
+    there = {name for column in found.slots.values() for name in column}
+    names = known | listed | there
+    slots: dict[Any, dict[str, Any]] = {}
+    for key, value in flat.items() if listed else ():
+        rest = key.removeprefix("state.")
+        cuts = {rest, *[rest[:i] for i, letter in enumerate(rest) if letter == "."]}
+        if key.startswith("state.") and cuts.isdisjoint(names):
+            name, dot, slot = rest.rpartition(".")
+            slots.setdefault(slot if dot else (), {})[name if dot else rest] = value
+    if not slots:
+        return found
+    return found.replace(slots={**found.slots, **{k: {**found.slots.get(k, {}), **own} for k, own in slots.items()}})
+
+
 def _completed(found: OptimState, like: OptimState) -> OptimState:
     """Fill in the slots that parameters with state lack."""
     rows = {name for column in found.slots.values() for name in column}
-    slots: dict[Any, dict[str, Any]] = {slot: dict(column) for slot, column in found.slots.items()}
-    for slot, column in like.slots.items():
+    slots: dict[Any, dict[str, Any]] = join_sequences(found.slots)
+    for slot, column in join_sequences(like.slots).items():
         into = slots.setdefault(slot, {})
         into.update({name: value for name, value in column.items() if name in rows and name not in into})
     return found.replace(slots=slots)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fdsd.compat._errors import OptionError
 
-__all__ = ["StateDictOptions", "checked"]
+__all__ = ["StateDictOptions", "attempted", "checked", "told"]
 
 
 @dataclass
@@ -67,3 +67,27 @@ def _ours(options: Any) -> StateDictOptions:
         raise OptionError(f"options are StateDictOptions, not {type(options).__name__}.")
     defaults = vars(StateDictOptions())
     return StateDictOptions(**{name: getattr(options, name, default) for name, default in defaults.items()})
+
+
+def told(options: StateDictOptions) -> str:
+    """Show the options that all ranks have to give alike when they load.
+
+    >>> told(StateDictOptions(full_state_dict=True))
+    'StateDictOptions(full_state_dict=True)'
+    """
+    defaults = vars(StateDictOptions())
+    shared = ("full_state_dict", "broadcast_from_rank0", "strict", "ignore_frozen_params")
+    given = [f"{name}={getattr(options, name)}" for name in shared if getattr(options, name) != defaults[name]]
+    return f"StateDictOptions({', '.join(given)})"
+
+
+def attempted(options: Any) -> tuple[StateDictOptions, OptionError | None]:
+    """Give the options, and what is wrong with them, for functions whose errors all ranks have to hear of.
+
+    >>> attempted(None)[1] is None
+    True
+    """
+    try:
+        return checked(options), None
+    except OptionError as error:
+        return StateDictOptions(), error

@@ -16,12 +16,14 @@ from fdsd.algebra.spans import view_of
 from fdsd.comms.wrappers import EXTRA_STATE
 from fdsd.compat._errors import LoadError
 from fdsd.compat._nested import Path, mapped, named
+from fdsd.compat._options import StateDictOptions, told
 from fdsd.data.errors import FdsdError, listing
 from fdsd.data.protocols import Piece, World
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec, is_exact, known_spec, spec_of
 from fdsd.data.statedict import StateDict
 from fdsd.data.values import is_mapping
+from fdsd.engine.asking import ask
 from fdsd.layout.layout import Layout
 from fdsd.layout.mesh import Mesh
 from fdsd.layout.placement import Replicate
@@ -87,7 +89,9 @@ Outline = Callable[[Any], tuple[Any, list[str]]]
 whole."""
 
 
-def announced(state: Any, world: World, outline: Outline, fault: BaseException | None) -> Any:
+def announced(
+    state: Any, world: World, outline: Outline, fault: BaseException | None, options: StateDictOptions
+) -> Any:
     """Tell all ranks what rank 0 has. Collective.
 
     Args:
@@ -95,15 +99,17 @@ def announced(state: Any, world: World, outline: Outline, fault: BaseException |
         world: All ranks.
         outline: What to tell.
         fault: What went wrong on this rank before.
+        options: Those of this rank.
 
     Returns:
         On rank 0 its own state dict; on others the outline.
 
     Raises:
         LoadError: Rank 0 has a fault, or tensors that lie over ranks.
+        RankDisagreement: The ranks have other options.
     """
     said = _statement(state, outline, fault) if world.rank == 0 else None
-    heard: Any = world.agree(said)[world.ranks.index(0)]
+    heard: Any = ask(world, f"what rank 0 gives, with {told(options)}", said, fault)[world.ranks.index(0)]
     if isinstance(heard, str):
         if fault is not None and world.rank == 0:
             raise fault
@@ -120,9 +126,9 @@ def announced(state: Any, world: World, outline: Outline, fault: BaseException |
 def _statement(state: Any, outline: Outline, fault: BaseException | None) -> Any:
     if fault is not None:
         return f"{type(fault).__name__}: {fault}"
-    told, sharded = outline(state)
+    outlined, sharded = outline(state)
     try:
-        return pickle.dumps(told), sharded
+        return pickle.dumps(outlined), sharded
     except Exception as error:  # whatever an object of the user's raises
         return f"an entry that is no tensor cannot be sent to other ranks: {error}"
 
@@ -145,14 +151,14 @@ def outline_of_tree(state: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Give the outline of a nested state dict of optimizers: specs of the slots; tensors elsewhere as they are."""
     sharded: list[str] = []
 
-    def told(path: Path, leaf: Any) -> Any:
+    def outlined(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not is_exact(leaf):
             sharded.append(named(path))
         return _spec(leaf) if _is_slot(state, path) else leaf.detach().cpu().clone()
 
-    return mapped(state, told), sharded
+    return mapped(state, outlined), sharded
 
 
 def _is_slot(state: Any, path: Path) -> bool:

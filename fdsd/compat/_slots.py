@@ -13,7 +13,7 @@ from attrs import frozen
 
 from fdsd.comms.alone import this_rank
 from fdsd.comms.dtensors import layout_of_dtensor
-from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of, spec_of_kind, with_parts
+from fdsd.comms.kinds import is_dtensor, is_sharded_tensor, parts_of, spec_of_kind, with_parts
 from fdsd.data.errors import SpecMismatch, Unsupported
 from fdsd.data.spec import TensorSpec
 from fdsd.layout.pieces import Pieces

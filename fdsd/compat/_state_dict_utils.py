@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from fdsd.comms.kinds import Once, is_dtensor, is_sharded_tensor
+from fdsd.comms.worlds import is_among, numbers_of, world_in
 from fdsd.compat._companions import CompanionMismatch, are_alike, companions, copied
-from fdsd.compat._cpu_memory import Allocator, Once, check_pinning, to_cpu
+from fdsd.compat._cpu_memory import Allocator, check_pinning, to_cpu
 from fdsd.compat._flat_keys import (
     CONTAINER_TYPE,
     FLATTEN_MAPPING,
@@ -28,12 +30,10 @@ from fdsd.compat._flat_keys import (
     unflatten,
 )
 from fdsd.compat._full import Announced, announce, cut_here, put, slots_of, spec_told, spread
-from fdsd.compat._kinds import is_dtensor, is_sharded_tensor
 from fdsd.compat._nested import Path, leaves_of, mapped, named, nothing_of, type_fault
 from fdsd.compat._slots import Slot
-from fdsd.compat._whole import gathered, lies_over_ranks
-from fdsd.compat._worlds import is_among, numbers_of, world_in
 from fdsd.data.values import is_sequence
+from fdsd.engine.wholes import gathered, lies_over_ranks
 
 __all__ = [
     "CONTAINER_TYPE",

@@ -8,10 +8,12 @@ from typing import Any
 from attrs import astuple, define, field
 
 from fdsd.comms.alone import this_rank
+from fdsd.comms.optimizer_checks import Faults
+from fdsd.comms.worlds import Meeting, world_over
 from fdsd.compat._errors import LoadError
-from fdsd.compat._meetings import Meeting
-from fdsd.compat._worlds import world_over
-from fdsd.data.errors import listing
+from fdsd.compat._options import StateDictOptions, told
+from fdsd.data.values import several
+from fdsd.engine.asking import ask
 
 __all__ = ["Findings", "agreed"]
 
@@ -25,38 +27,45 @@ class Findings:
         unexpected: Names that are not expected.
         common: Those of them that are expected on no rank.
         errors: What else is wrong, whatever the options.
-        faults: Errors that were raised, in words, with their ranks.
         collective: The meetings in which values come from other ranks.
         is_empty: Whether nothing at all was given.
         has_machines: Whether there are modules that load by code of their own.
+        scalars: Names of one element and one dim that are wanted without dims.
+        optim: What is wrong with the state of optimizers.
+        fault: An error that was raised, in words.
     """
 
     missing: list[str] = field(factory=list)
     unexpected: list[str] = field(factory=list)
     common: list[str] = field(factory=list)
     errors: list[str] = field(factory=list)
-    faults: list[str] = field(factory=list)
     collective: set[Meeting] = field(factory=set)
     is_empty: bool = False
     has_machines: bool = False
+    scalars: list[str] = field(factory=list)
+    optim: Faults = field(factory=Faults)
+    fault: str | None = None
 
-    def with_others(self, others: Iterable[Findings]) -> Findings:
+    @classmethod
+    def joined(cls, every: Sequence[Findings]) -> Findings:
         """Put findings together."""
-        every = [self, *others]
-        common = set(self.common).intersection(*[one.common for one in every])
-        return Findings(
+        common = set[str](every[0].common).intersection(*[one.common for one in every])
+        return cls(
             _once(one.missing for one in every),
             _once(one.unexpected for one in every),
-            [name for name in self.common if name in common],
+            [name for name in every[0].common if name in common],
             _once(one.errors for one in every),
-            _once(one.faults for one in every),
             {meeting for one in every for meeting in one.collective},
             all(one.is_empty for one in every),
             any(one.has_machines for one in every),
+            _once(one.scalars for one in every),
+            Faults.joined(one.optim for one in every),
         )
 
 
-def agreed(mine: Findings, fault: BaseException | None, meetings: Sequence[Meeting]) -> Findings:
+def agreed(
+    mine: Findings, fault: BaseException | None, meetings: Sequence[Meeting], options: StateDictOptions
+) -> Findings:
     """Put the findings of all ranks together. Collective in each meeting.
 
     What is heard in one meeting is told in the next ones, and a second time where somebody has several.
@@ -65,34 +74,38 @@ def agreed(mine: Findings, fault: BaseException | None, meetings: Sequence[Meeti
         mine: What this rank found.
         fault: What was raised on it.
         meetings: Who meets, in an order that is the same on all ranks.
+        options: Those of this rank.
 
     Raises:
-        BaseException: The fault of this rank.
-        LoadError: Another rank had a fault.
+        RankDisagreement: The ranks have other options.
+        BaseException: The fault of this rank, which is that of all others.
+        LoadError: Some ranks had a fault.
     """
-    known = mine if fault is None else Findings(faults=[f"Rank {this_rank()}: {type(fault).__name__}: {fault}"])
-    again: list[Meeting] = []
-    for meeting in meetings:
-        heard = _heard(known, len(meetings), meeting)
-        known = known.with_others(one for one, _ in heard)
-        if max(count for _, count in heard) > 1:
-            again.append(meeting)
+    known = {this_rank(): mine if fault is None else Findings(fault=f"{type(fault).__name__}: {fault}")}
+    what = f"whether it fits, with {told(options)}"
+    again = [meeting for meeting in meetings if _hear(known, len(meetings), meeting, what, fault) > 1]
     for meeting in again:
-        known = known.with_others(one for one, _ in _heard(known, len(meetings), meeting))
-    if fault is not None:
+        _hear(known, len(meetings), meeting, what, fault)
+    faults = {rank: known[rank].fault for rank in sorted(known)}
+    if fault is not None and len(set(faults.values())) == 1:
         raise fault
-    if known.faults:
-        raise LoadError(f"{listing(known.faults)[1:-1]}. Nothing has been written on any rank.")
-    own = set(meetings)
-    known.collective = {meeting for meeting in known.collective if meeting in own}
-    return known
+    if texts := [f"Rank {rank}: {text}" for rank, text in faults.items() if text is not None]:
+        raise LoadError(f"{several(texts).rstrip('.')}. Nothing has been written on any rank.") from fault
+    found = Findings.joined([known[rank] for rank in sorted(known)])
+    found.collective = found.collective.intersection(meetings)
+    return found
 
 
-def _heard(known: Findings, count: int, meeting: Meeting) -> list[tuple[Findings, int]]:
+def _hear(known: dict[int, Findings], count: int, meeting: Meeting, what: str, fault: BaseException | None) -> int:
+    """Tell what is known in a meeting, and add what others tell; give the most meetings that any of them has."""
     world = world_over(frozenset(meeting))
-    statement = astuple(known, recurse=False), count
-    said: list[Any] = [statement] if world is None else world.agree(statement)
-    return [(Findings(*told), number) for told, number in said]
+    if world is None:
+        return count
+    mine = {rank: astuple(one, recurse=False) for rank, one in known.items()}
+    said: list[Any] = ask(world, what, (mine, count), fault)
+    for rows, _ in said:
+        known.update({rank: Findings(*row) for rank, row in rows.items()})
+    return int(max(number for _, number in said))
 
 
 def _once(lists: Iterable[Sequence[str]]) -> list[str]:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]  # what torch returns
 
+from fdsd.comms.optimizer_templates import start
+from fdsd.comms.worlds import has_group
 from fdsd.compat._errors import LoadError
 from fdsd.compat._fqns import FLAT_PARAM, WRAPPER_SEGMENTS, get_fqns
-from fdsd.compat._group import has_group
 from fdsd.compat._model import (
     live_state,
     of_submodules,
@@ -25,7 +26,7 @@ from fdsd.compat._model import (
 from fdsd.compat._model_loading import ModelLoading
 from fdsd.compat._optim import as_osd, listed, own_methods, shown_state
 from fdsd.compat._optim_loading import OptimLoading
-from fdsd.compat._options import StateDictOptions, checked
+from fdsd.compat._options import StateDictOptions, attempted, checked
 from fdsd.compat._state_dict_utils import _gather_state_dict, _offload_state_dict_to_cpu
 from fdsd.compat._types import (
     FQNS_T,
@@ -159,8 +160,8 @@ def set_model_state_dict(
     >>> model.weight.tolist()
     [[1.0, 2.0]]
     """
-    given = checked(options)
-    return ModelLoading.prepared(model, read_model(model, given), model_state_dict, given).write()
+    given, fault = attempted(options)
+    return ModelLoading.prepared(model, read_model(model, given), model_state_dict, given, fault=fault).write()
 
 
 @torch.no_grad()
@@ -232,6 +233,27 @@ def set_optimizer_state_dict(
     modules = read_model(model, given)
     _refuse_no_optimizers(several)
     OptimLoading.prepared(modules, several, optim_state_dict, given).write()
+
+
+@torch.no_grad()
+def _init_optim_state(optim: torch.optim.Optimizer) -> None:  # pyright: ignore[reportUnusedFunction]  # imported by users
+    """Give a fresh optimizer the state that its first step would make, without a step; one that has state keeps it.
+
+    Moments are zeros and counters 0. Parameters, gradients and options are not touched, and no hook is called.
+
+    Args:
+        optim: The optimizer.
+
+    Raises:
+        Unsupported: The class cannot tell its state without a closure, as LBFGS; nothing has been written.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> adam = torch.optim.Adam(model.parameters())
+    >>> _init_optim_state(adam)
+    >>> adam.state[model.weight]["exp_avg"], adam.state[model.weight]["step"]
+    (tensor([[0., 0.]]), tensor(0.))
+    """
+    start(optim)
 
 
 def _refuse_no_optimizers(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

@@ -5,7 +5,8 @@ elsewhere. What it cannot carry, and what ``unflatten`` gives without ``like`` (
 
 * Groups: parameters with equal options form one group, in order of first appearance; an empty group is lost.
 * A parameter whose state is ``{}`` has none, and an empty dict within a state is lost.
-* Keys of nested state are strings, cut at the dots: slot ``("kron", 0)`` comes back as ``("kron", "0")``.
+* Keys of nested state are strings, cut at the dots: slot ``("kron", 0)`` comes back as ``("kron", "0")``, and items
+  of a list of tensors likewise; torch's own flat form keeps such lists whole, and is read too.
 * State under a name that no group lists: the slot is the part behind the last dot.
 * Other entries of torch's dict (``OptimState.extra``) are lost.
 """
@@ -15,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fdsd.data.columns import Path, Slot, as_path, as_slot, is_empty
+from fdsd.data.columns import Item, Path, Slot, as_path, as_slot, is_empty, join_sequences, walk
 from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, Unsupported, listing, plural
 from fdsd.data.groups import ParamGroup, twice
 from fdsd.data.optim import OptimState
 from fdsd.data.statedict import StateDict
-from fdsd.data.values import is_dict, is_sequence, same_mapping, same_value, several
+from fdsd.data.values import is_dict, is_sequence, same_mapping, same_option, several
 
 __all__ = ["flatten", "unflatten"]
 
@@ -31,11 +32,12 @@ Options = dict[str, dict[Any, Any]]
 Rows = dict[str, dict[Path, Any]]
 
 
-def flatten(state: OptimState) -> StateDict[Any]:
+def flatten(state: OptimState, *, whole_sequences: bool = False) -> StateDict[Any]:
     """Give the flat form: ``state.<fqn>.<slot>``, then ``param_groups.<fqn>.<option>`` for every option.
 
     Args:
         state: The state of an optimizer. Keys of nested state are joined by dots.
+        whole_sequences: Whether a list or tuple of tensors is one value, as in torch's own flat form.
 
     Returns:
         The flat form, parameter by parameter in group order. Leaves are shared.
@@ -49,7 +51,7 @@ def flatten(state: OptimState) -> StateDict[Any]:
     >>> flatten(OptimState({"step": {"w": 3}}, (ParamGroup(("w",), {"lr": 0.1}),))).to_dict()
     {'state.w.step': 3, 'param_groups.w.lr': 0.1}
     """
-    return StateDict.trusted({item.key: item.value for item in _items(state)})
+    return StateDict.trusted({item.key: item.value for item in _items(state, whole_sequences=whole_sequences)})
 
 
 class _Item(NamedTuple):
@@ -61,9 +63,10 @@ class _Item(NamedTuple):
     value: Any
 
 
-def _items(state: OptimState) -> list[_Item]:
+def _items(state: OptimState, *, whole_sequences: bool = False) -> list[_Item]:
     """List all values with their flat keys, each key once."""
-    items = [*_state_items(state), *_option_items(state)]
+    slots = join_sequences(state.slots) if whole_sequences else state.slots
+    items = [*_state_items(state, slots), *_option_items(state)]
     if double := twice(item.key for item in items):
         raise NameConflict(
             f"flatten_optim: {plural(len(double), 'flat name')} for two values each: {listing(double)}. "
@@ -76,9 +79,9 @@ def _text(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _state_items(state: OptimState) -> Iterator[_Item]:
+def _state_items(state: OptimState, slots: Mapping[Slot, Mapping[str, Any]]) -> Iterator[_Item]:
     rows: dict[str, list[tuple[Path, Any]]] = {name: [] for name in state.fqns}
-    for slot, column in state.slots.items():
+    for slot, column in slots.items():
         path = as_path(slot)
         for name, value in column.items():
             if not is_empty(value):
@@ -162,9 +165,15 @@ class _Known:
 
     def __init__(self, like: OptimState | None) -> None:
         items = [] if like is None else _items(like)
+        whole = [] if like is None else _items(like, whole_sequences=True)
         self.state = {item.key: item for item in items if item.key.startswith(_STATE)}
         self.options = {str(item.place): item.place for item in items if item.key.startswith(_GROUPS)}
-        self.required = [item.key for item in items if item.place != "param_names"]
+        self.required = [item.key for item in whole if item.place != "param_names"]
+        self.sequences = {
+            _text(item.place): type(item.value)
+            for item in whole
+            if item.key.startswith(_STATE) and is_sequence(item.value)
+        }
         self.names: set[str] = set() if like is None else set(like.fqns)
         self.slots: dict[str, set[Path]] = {}
         if like is None:
@@ -176,7 +185,12 @@ class _Known:
     def path(self, text: str) -> Path:
         """Give the path that the text of a slot stands for."""
         paths = self.slots.get(text, ())
-        return next(iter(paths)) if len(paths) == 1 else tuple(text.split("."))
+        if len(paths) == 1:
+            return next(iter(paths))
+        head, _, index = text.rpartition(".")
+        if index.isdigit() and head in self.sequences:  # lists need not be as long as those of like
+            return (*self.path(head), Item(int(index), self.sequences[head] is tuple))
+        return tuple(text.split("."))
 
 
 def _read_options(flat: Mapping[str, Any], known: _Known) -> Options:
@@ -203,7 +217,9 @@ def _read_state(flat: Mapping[str, Any], known: _Known, options: Options) -> Row
             ambiguous.append(f"{key!r} is " + " or ".join(f"slot {slot!r} of {name!r}" for name, slot in readings))
             continue
         name, text = readings[0]
-        rows.setdefault(name, {})[() if text is None else known.path(text)] = value
+        row = rows.setdefault(name, {})
+        path = () if text is None else known.path(text)
+        row.update(walk(value, path) if is_sequence(value) else [(path, value)])
     if ambiguous:
         raise NameConflict(
             f"unflatten_optim: {plural(len(ambiguous), 'key')} that can be read in two ways: "
@@ -263,6 +279,9 @@ def _sketch(value: Any, depth: int = 3) -> Hashable:
 
 def _check_complete(flat: Mapping[str, Any], known: _Known, names: set[str]) -> None:
     missing = [key for key in known.required if key not in flat]
+    if missing:  # a list may be there item by item
+        heads = {key[:cut] for key in flat for cut in _dots(key)}
+        missing = [key for key in missing if key not in heads]
     strays = sorted(names - known.names)
     if missing or strays:
         raise UnknownName(
@@ -271,6 +290,10 @@ def _check_complete(flat: Mapping[str, Any], known: _Known, names: set[str]) -> 
             + (f"; like= does not know {plural(len(strays), 'name')}: {listing(strays)}" if strays else "")
             + ". strict=False keeps the options of like=, leaves missing state out, and drops unknown names."
         )
+
+
+def _dots(text: str) -> list[int]:
+    return [i for i, letter in enumerate(text) if letter == "."]
 
 
 def _groups_like(like: OptimState, options: Options, *, strict: bool) -> list[ParamGroup]:
@@ -291,7 +314,7 @@ def _groups_like(like: OptimState, options: Options, *, strict: bool) -> list[Pa
             problems += [
                 f"{key!r} is {merged[key]!r} for {first!r} and {value!r} for {name!r}"
                 for name, value in given[1:]
-                if not same_value(merged[key], value)
+                if not same_option(merged[key], value)
             ]
             if key in extra and key != "param_names":
                 missing += [f"{_GROUPS}{name}.{key}" for name, row in rows.items() if key not in row]

@@ -33,10 +33,15 @@ _CANONICAL = re.compile(r"0|[1-9][0-9]{0,17}")
 def nearest(name: str, names: Sequence[str], n: int = 1) -> list[str]:
     """Give the ``n`` names most like this one, most alike first; fewer, or none, where few are alike.
 
+    What is no text, as a mapping may have it, is like no name.
+
     >>> nearest("layers.0.wieght", ["layers.0.bias", "layers.0.weight", "norm.weight"])
     ['layers.0.weight']
     """
-    pool = _alike(name, names)
+    given: object = name
+    if not isinstance(given, str):
+        return []
+    pool = _alike(name, [other for other in names if _is_text(other)])
     matcher = difflib.SequenceMatcher(autojunk=False)
     matcher.set_seq2(name)
     scored: list[tuple[float, int, str]] = []
@@ -47,6 +52,10 @@ def nearest(name: str, names: Sequence[str], n: int = 1) -> list[str]:
             if score >= _CLOSE:
                 scored.append((-score, at, other))
     return [other for _, _, other in heapq.nsmallest(n, scored)]
+
+
+def _is_text(name: object) -> bool:
+    return isinstance(name, str)
 
 
 def _alike(name: str, names: Sequence[str]) -> list[str]:

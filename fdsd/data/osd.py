@@ -5,7 +5,7 @@ By ids, by FQN, or by ids with ``param_names``. Pure dict work: no optimizer and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from fdsd.data.columns import Slot, as_slot, to_rows, walk
 from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, Unsupported, listing, plural
 from fdsd.data.groups import ParamGroup, twice
-from fdsd.data.values import is_mapping
+from fdsd.data.values import is_mapping, is_sequence
 
 __all__ = ["Parts", "read_osd", "write_osd"]
 
@@ -72,13 +72,21 @@ def _read_groups(osd: Mapping[str, Any]) -> tuple[list[Any], list[list[Any]]]:
         raise UnknownName(f"from_torch: the optimizer's dict has no {listing(missing)}. {hint}")
     if not isinstance(osd["state"], Mapping):
         raise Unsupported(f"from_torch: osd['state'] is a dict, not {type(osd['state']).__name__}.")
+    if not is_sequence(osd["param_groups"]):
+        raise Unsupported(f"from_torch: osd['param_groups'] is a list, not {type(osd['param_groups']).__name__}.")
     packed: list[Any] = list(osd["param_groups"])
     if odd := [i for i, group in enumerate(packed) if not isinstance(group, Mapping) or "params" not in group]:
         raise UnknownName(f"from_torch: osd['param_groups'] {listing(odd)}: no dict with 'params' in it.")
+    if odd := [i for i, group in enumerate(packed) if not _lists(group["params"])]:
+        raise Unsupported(f"from_torch: osd['param_groups'] {listing(odd)}: 'params' is no list of names or ids.")
     keys = [list(group["params"]) for group in packed]
     if any(isinstance(key, torch.Tensor) for group in keys for key in group):
         raise Unsupported("from_torch: 'params' holds tensors; give optimizer.state_dict(), not the optimizer's own.")
     return packed, keys
+
+
+def _lists(params: Any) -> bool:
+    return isinstance(params, Iterable) and not isinstance(params, str | bytes | Mapping | torch.Tensor)
 
 
 def _is_id(key: object) -> bool:

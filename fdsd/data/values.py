@@ -6,7 +6,7 @@ For hyper-parameters, extra entries and the like. Nothing here knows of paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -26,6 +26,7 @@ __all__ = [
     "read_only",
     "register",
     "same_mapping",
+    "same_option",
     "same_value",
     "several",
 ]
@@ -86,6 +87,25 @@ def _same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
 def same_mapping(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
     """Tell whether two mappings have the same keys with the same values, whatever their order."""
     return same_value(dict(a), dict(b))
+
+
+def same_option(a: object, b: object) -> bool:
+    """Tell whether two options are the same; tensors by value, a list like a tuple.
+
+    >>> same_option([0.9, torch.tensor(0.5)], (0.9, torch.tensor(0.5))), same_option(0.1, 0.2)
+    (True, False)
+    """
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or (a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
+    if is_sequence(a) and is_sequence(b):
+        return len(a) == len(b) and _all_same(zip(a, b, strict=True))
+    if is_dict(a) and is_dict(b):
+        return a.keys() == b.keys() and _all_same((a[key], b[key]) for key in a)
+    return same_value(a, b)
+
+
+def _all_same(pairs: Iterable[tuple[object, object]]) -> bool:
+    return all(same_option(x, y) for x, y in pairs)
 
 
 def has_tensor(value: object) -> bool:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import hashlib
 import pickle
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.data.errors import RankDisagreement, Unsupported, add_note, listing
 from fdsd.data.protocols import World
 from fdsd.data.ties import tie_key
+from fdsd.engine.asking import ask, number_for, settle_number, told_ranks
 from fdsd.engine.canonical import canonical
-from fdsd.engine.failures import Failure, failure_of, raise_if_failed
+from fdsd.engine.failures import failure_of, raise_if_failed, text_of
 from fdsd.engine.overwriting import placement_of
 from fdsd.engine.request import Request
 from fdsd.layout.expression import Expression, expression_of
 from fdsd.layout.wants import Target
 
-__all__ = ["Agreed", "Key", "Stated", "Statement", "agree", "state"]
+__all__ = ["Agreed", "Key", "Stated", "Statement", "agree", "least", "state"]
 
 
 class Key(NamedTuple):
@@ -71,22 +72,31 @@ class Statement:
         for part in ("\0".join(self.names).encode(), self.kinds.tobytes(), self.leaders.tobytes()):
             made.update(len(part).to_bytes(8, "little") + part)
         for key in self.keys:
-            made.update(repr(canonical(key)).encode())
+            made.update(_digest(canonical(key)))
         return made.digest()
 
-    def pack(self) -> bytes:
-        """Write what other ranks have to know.
+    def pack(self, places: Iterable[int]) -> bytes:
+        """Write keys, by their places, for other ranks.
 
         Raises:
-            Unsupported: A function of the user cannot be pickled.
+            Unsupported: Functions of the user cannot be pickled; the message names the tensors.
         """
-        try:
-            return pickle.dumps((self.names, self.kinds, self.leaders, self.keys))
-        except Exception as error:  # whatever pickle raises, and there is much
+        packed: dict[int, bytes] = {}
+        odd: dict[int, Exception] = {}
+        for place in places:
+            try:
+                packed[place] = pickle.dumps(self.keys[place])
+            except Exception as error:  # whatever pickle raises, and there is much
+                odd[place] = error
+        if odd:
+            names = [name for name, kind in zip(self.names, self.kinds, strict=True) if kind in odd]
+            first = next(iter(odd.values()))
             raise Unsupported(
-                "the ranks know of different tensors, so their expressions have to travel, and a function in them "
-                f"cannot be pickled ({type(error).__name__}: {error}). Define it at the top of a module."
-            ) from error
+                f"other ranks state nothing, or something else, of {listing(names)}, so expressions have to travel, "
+                f"and functions in them cannot be pickled ({type(first).__name__}: {text_of(first)}). Define them at "
+                "the top of a module."
+            ) from first
+        return pickle.dumps(packed)
 
 
 def state(requests: Mapping[str, Request], rank: int) -> Statement:
@@ -103,16 +113,18 @@ def state(requests: Mapping[str, Request], rank: int) -> Statement:
     stating = _Stating(made, rank)
     leaders: dict[Hashable, int] = {}
     given = [request.out for request in requests.values()]
-    for name, request in requests.items():
+    firsts: list[int] = []
+    for number, (name, request) in enumerate(requests.items()):
         try:
             place = stating.place_of(request)
         except Exception as error:
             add_note(error, f"of {name!r}")
             raise
-        leader = leaders.setdefault((name if request.node is None else id(request.node), place), len(made.names))
-        made.leaders.append(leader if _same_memory(given[leader], request.out) else len(made.names))
-        made.names.append(name)
+        first = leaders.setdefault((name if request.node is None else id(request.node), place), number)
+        firsts.append(first if first == number or _same_memory(given[first], request.out) else number)
         made.kinds.append(place)
+    made.names.extend(requests)
+    made.leaders.extend(firsts)
     return made
 
 
@@ -121,7 +133,7 @@ class _Stating:
 
     Thousands of requests have few keys, and share the specs and layouts that they are made of. So they are told apart
     by
-    identity first; placements are kept, so that no other one gets the identity of one that is gone.
+    identity first; what was seen is kept, so that nothing else gets the identity of what is gone.
     """
 
     def __init__(self, made: Statement, rank: int) -> None:
@@ -130,7 +142,7 @@ class _Stating:
         self._places: dict[Key, int] = {}
         self._seen: dict[Hashable, int] = {}
         self._checked: set[Hashable] = set()
-        self._alive: list[Target] = []
+        self._alive: list[object] = []
 
     def place_of(self, request: Request) -> int:
         """Give the place of a request's key among all keys, and note its source tensors."""
@@ -142,11 +154,11 @@ class _Stating:
         memory = None if out is None else (out.shape, out.dtype, out.is_meta)
         seen = id(op.spec), id(placement), id(request.target), request.everyone, request.dtype, memory
         place = self._seen.get(seen)
-        if place is None:
-            place = self._seen[seen] = self._place_of_new(request)
-        else:
+        if place is not None:
             self._made.origins.append((op,))
-        self._alive.append(placement)
+            return place
+        self._alive.append((op.spec, placement, request.target))
+        place = self._seen[seen] = self._place_of_new(request)
         return place
 
     def _place_of_new(self, request: Request) -> int:
@@ -184,6 +196,8 @@ class Agreed:
         kinds: What is stated of each, by its place among ``stated``.
         leaders: The name that each is tied to, by its place; its own, if it is to none before it.
         mine: For each name its place in this rank's statement; -1 if this rank does not know it.
+        budget: The smallest that any rank gives; ``None`` if none has a bound.
+        number: What tells this delivery from all others of these ranks.
     """
 
     names: tuple[str, ...]
@@ -191,19 +205,31 @@ class Agreed:
     kinds: array[int]
     leaders: array[int]
     mine: array[int]
+    budget: int | None = None
+    number: int = 0
 
 
-def agree(statement: Statement | None, error: BaseException | None, world: World) -> Agreed:
+def agree(
+    statement: Statement | None,
+    error: BaseException | None,
+    world: World,
+    *,
+    asked: str = "a delivery",
+    budget: int | None = None,
+) -> Agreed:
     """Compare what all ranks state, and form the union. Collective.
 
     Args:
         statement: What this rank states; ``None`` if there is an error.
         error: What went wrong on this rank before.
         world: The ranks.
+        asked: What is asked for, which has to be the same on all ranks.
+        budget: The bytes that this rank can have under way.
 
     Raises:
         FdsdError: The same on all ranks: one of them failed before.
-        RankDisagreement: The ranks state different expressions of one name, or one is missing where it is held.
+        RankDisagreement: The ranks ask for different things, or state different expressions of one name, or one is
+            missing where it is held.
         Unsupported: Expressions have to travel, and a function in one cannot be pickled.
     """
     digest = b""
@@ -212,92 +238,137 @@ def agree(statement: Statement | None, error: BaseException | None, world: World
             digest = statement.digest()
         except Exception as found:  # told to all
             error = found
-    answers = world.agree((digest, None if error is None else failure_of(error)))
-    raise_if_failed([failure for _, failure in answers], world.ranks, error)
+    said = digest, budget, number_for(world), None if error is None else failure_of(error)
+    answers = ask(world, asked, said, error)
+    raise_if_failed([failure for *_, failure in answers], world.ranks, error)
     assert statement is not None
-    if all(other == digest for other, _ in answers):
+    number = max(number for _, _, number, _ in answers)
+    settle_number(world, number)
+    common = least([budget for _, budget, _, _ in answers])
+    if all(other == digest for other, *_ in answers):
         stated = tuple([((key, tuple(world.ranks)),) for key in statement.keys])
         order = array("q", range(len(statement.names)))
-        return Agreed(tuple(statement.names), stated, statement.kinds, statement.leaders, order)
-    return _Union(world.rank, world.ranks, _exchange(statement, world)).agreed(statement)
+        return Agreed(
+            tuple(statement.names), stated, statement.kinds, statement.leaders, order, budget=common, number=number
+        )
+    return evolve(_Union(statement, world, asked).agreed(statement), budget=common, number=number)
 
 
-_Packed = tuple[list[str], "array[int]", "array[int]", list[Key]]
+def least(budgets: Iterable[int | None]) -> int | None:
+    """Give the smallest budget; ``None`` is without a bound.
+
+    >>> least([None, 5, 7]), least([None])
+    (5, None)
+    """
+    return min([budget for budget in budgets if budget is not None], default=None)
 
 
-def _exchange(statement: Statement, world: World) -> list[_Packed]:
-    packed, error = b"", None
-    try:
-        packed = statement.pack()
-    except Unsupported as found:
-        error = found
-    answers = world.agree((packed, None if error is None else failure_of(error)))
-    raise_if_failed([failure for _, failure in answers], world.ranks, error)
-    made: list[_Packed] = []
-    failure: Failure | None = None
-    for rank, (other, _) in zip(world.ranks, answers, strict=True):
-        try:
-            mine: _Packed = (statement.names, statement.kinds, statement.leaders, statement.keys)
-            made.append(mine if rank == world.rank else pickle.loads(other))
-        except Exception as found:
-            error = Unsupported(f"what rank {rank} states cannot be read here: {type(found).__name__}: {found}")
-            failure = failure_of(error)
-    raise_if_failed(world.agree(failure), world.ranks, error)
-    return made
+class _Outline(NamedTuple):
+    """What a rank states, with digests instead of its keys."""
+
+    names: list[str]
+    kinds: array[int]
+    leaders: array[int]
+    keys: list[bytes]
 
 
 class _Union:
-    """The union of what all ranks state, the same on each of them."""
+    """The union of what all ranks state, the same on each of them.
 
-    def __init__(self, rank: int, ranks: Sequence[int], statements: Sequence[_Packed]) -> None:
-        self._ranks = ranks
-        self._statements = statements
-        self._places = [{name: i for i, name in enumerate(names)} for names, *_ in statements]
-        self.names = list(dict.fromkeys([name for names, *_ in statements for name in names]))
-        # Texts tell keys apart: a function that has travelled is none of this rank's, though it is the same.
-        places: dict[str, int] = {}
-        texts = [[repr(canonical(key)) for key in found] for *_, found in statements]
-        self._numbers = [[places.setdefault(text, len(places)) for text in some] for some in texts]
-        mine = ranks.index(rank)
-        order = [*range(mine), *range(mine + 1, len(ranks)), mine]  # this rank's own keys count
-        self._keys = dict([pair for i in order for pair in zip(self._numbers[i], statements[i][3], strict=True)])
+    Two names are planned as one only if they have the same key on each rank that states them: a digest tells whether
+    ranks mean the same by one name, not whether two names are made alike.
+    """
+
+    def __init__(self, statement: Statement, world: World, asked: str) -> None:
+        self._ranks = world.ranks
+        self._mine = world.ranks.index(world.rank)
+        mine = _Outline(
+            statement.names, statement.kinds, statement.leaders, [_digest(canonical(key)) for key in statement.keys]
+        )
+        self._outlines: list[_Outline] = [_Outline(*told) for told in ask(world, asked, tuple(mine))]
+        self._places = [{name: i for i, name in enumerate(one.names)} for one in self._outlines]
+        self.names = list(dict.fromkeys([name for one in self._outlines for name in one.names]))
+        combos = [tuple([self._key(i, name) for i in range(len(self._ranks))]) for name in self.names]
+        known: dict[tuple[int, ...], int] = {}
+        self._kinds = array("q", [known.setdefault(combo, len(known)) for combo in combos])
+        self._combos = list(known)
+        self._keys = self._exchange(statement, world, asked)
+
+    def _key(self, i: int, name: str) -> int:
+        """Give the place of a rank's key of a name; -1 if it states none."""
+        at = self._places[i].get(name)
+        return -1 if at is None else self._outlines[i].kinds[at]
+
+    def _lacking(self) -> list[set[int]]:
+        """Say which keys of each rank have to travel: those of names of which some rank states nothing, or others."""
+        found: list[set[int]] = [set() for _ in self._ranks]
+        for combo in self._combos:
+            digests = [self._outlines[i].keys[key] if key >= 0 else None for i, key in enumerate(combo)]
+            if len(set(digests)) > 1:
+                for digest in dict.fromkeys(digests):
+                    if digest is not None:
+                        i = digests.index(digest)
+                        found[i].add(combo[i])
+        return found
+
+    def _exchange(self, statement: Statement, world: World, asked: str) -> dict[tuple[int, int], Key]:
+        """Give the keys of this rank, and those of others that are needed, by rank and place; collective."""
+        mine = self._mine
+        made = {(mine, place): key for place, key in enumerate(statement.keys)}
+        lacking = self._lacking()
+        if not any(lacking):
+            return made
+        packed, error = b"", None
+        try:
+            packed = statement.pack(sorted(lacking[mine]))
+        except Unsupported as found:
+            error = found
+        answers = ask(world, asked, (packed, None if error is None else failure_of(error)), error)
+        raise_if_failed([failure for _, failure in answers], world.ranks, error)
+        for i, (other, _) in enumerate(answers):
+            try:
+                given: dict[int, bytes] = {} if i == mine else pickle.loads(other)
+                made.update({(i, place): pickle.loads(key) for place, key in given.items()})
+            except Exception as found:
+                error = Unsupported(
+                    f"what rank {world.ranks[i]} states cannot be read here: {type(found).__name__}: {text_of(found)}"
+                )
+        agreed = ask(world, asked, None if error is None else failure_of(error), error)
+        raise_if_failed(agreed, world.ranks, error)
+        return made
 
     def agreed(self, statement: Statement) -> Agreed:
         """Give what all agree on, for the rank of a statement."""
-        known: dict[tuple[int, ...], int] = {}
-        kinds = array("q")
-        for name in self.names:
-            combo = tuple([self._number(i, name) for i in range(len(self._ranks))])
-            kinds.append(known.setdefault(combo, len(known)))
-        stated = [self._stated(combo) for combo in known]
-        self._check(stated, kinds)
+        stated = [self._stated(combo) for combo in self._combos]
+        self._check(stated)
         places = {name: i for i, name in enumerate(self.names)}
         here = {name: i for i, name in enumerate(statement.names)}
         return Agreed(
             tuple(self.names),
             tuple(stated),
-            kinds,
+            self._kinds,
             array("q", [self._leader(name, places) for name in self.names]),
             array("q", [here.get(name, -1) for name in self.names]),
         )
 
-    def _number(self, i: int, name: str) -> int:
-        at = self._places[i].get(name)
-        return -1 if at is None else self._numbers[i][self._statements[i][1][at]]
-
     def _stated(self, combo: tuple[int, ...]) -> Stated:
-        by_key: dict[int, list[int]] = {}
-        for rank, number in zip(self._ranks, combo, strict=True):
-            if number >= 0:
-                by_key.setdefault(number, []).append(rank)
-        return tuple([(self._keys[number], tuple(ranks)) for number, ranks in by_key.items()])
+        """Give the keys of a name, equal ones once: this rank's own, if it has it, else that of the first."""
+        by_digest: dict[bytes, list[int]] = {}
+        for i, key in enumerate(combo):
+            if key >= 0:
+                by_digest.setdefault(self._outlines[i].keys[key], []).append(i)
+        made: list[tuple[Key, tuple[int, ...]]] = []
+        for some in by_digest.values():
+            i = self._mine if self._mine in some else next(i for i in some if (i, combo[i]) in self._keys)
+            made.append((self._keys[i, combo[i]], tuple([self._ranks[i] for i in some])))
+        return tuple(made)
 
     def _leader(self, name: str, places: Mapping[str, int]) -> int:
         """Find what a name is tied to: on all ranks the same, and known to the same ranks."""
         found: set[str | None] = set()
-        for i, (names, _, leaders, _) in enumerate(self._statements):
+        for i, one in enumerate(self._outlines):
             at = self._places[i].get(name)
-            found.add(None if at is None else names[leaders[at]])
+            found.add(None if at is None else one.names[one.leaders[at]])
         ties = found - {None}
         (leader, *others) = ties or {name}
         if others or leader is None or leader == name or places[leader] > places[name]:
@@ -305,23 +376,24 @@ class _Union:
         alike = all((name in some) == (leader in some) for some in self._places)
         return places[leader] if alike else places[name]
 
-    def _check(self, stated: Sequence[Stated], kinds: Sequence[int]) -> None:
+    def _check(self, stated: Sequence[Stated]) -> None:
         """Raise if ranks state different expressions of one name."""
         problems: dict[int, str] = {}
         for place, some in enumerate(stated):
             known = [(key.expression, ranks) for key, ranks in some if key.expression is not None]
             if len({repr(canonical(expression)) for expression, _ in known}) > 1:
                 by_spec = {expression.spec for expression, _ in known}
-                told = [f"{_ranks(ranks)}: {expression.spec}" for expression, ranks in known]
+                told = [f"{told_ranks(ranks)}: {expression.spec}" for expression, ranks in known]
                 what = "; ".join(told)
-                problems[place] = what if len(by_spec) > 1 else f"{what}, but made of other operations or sources"
+                made = "made of other operations or sources, or by functions of another state"
+                problems[place] = what if len(by_spec) > 1 else f"{what}, but {made}"
         if not problems:
             return
-        names = [(name, kind) for name, kind in zip(self.names, kinds, strict=True) if kind in problems]
+        names = [(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind in problems]
         shown = ". ".join([f"{name!r} ({problems[kind]})" for name, kind in sorted(names)[:10]])
         rest = f", and {len(names) - 10} more" if len(names) > 10 else ""
         raise RankDisagreement(f"The ranks state different things of {shown}{rest}.")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing(ranks)}"
+def _digest(written: object) -> bytes:
+    return hashlib.sha256(repr(written).encode()).digest()

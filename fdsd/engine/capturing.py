@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from fdsd.data.errors import Unsupported, listing
 from fdsd.data.optim import OptimState
 from fdsd.data.statedict import StateDict
 from fdsd.data.train import TrainState
@@ -35,6 +37,7 @@ def capture(
     Raises:
         NameConflict: Two different tensors have one name.
         UnknownName: Parameters of an optimizer are not in the model.
+        Unsupported: Parameters of lazy modules have no shape yet.
 
     >>> model = nn.Linear(2, 1)
     >>> state = capture(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -44,6 +47,7 @@ def capture(
     from fdsd.comms.modules import leaf_of, read_modules
 
     modules = read_modules(model)
+    _refuse_lazy(modules)
     leaves: dict[str, Any] = {}
     for fqn in modules.names:
         live = modules.tensors.get(fqn)
@@ -54,6 +58,15 @@ def capture(
         else:
             leaves[fqn] = leaf_of(live)
     return TrainState(StateDict.trusted(leaves, modules.metadata), _optim(modules, optimizers))
+
+
+def _refuse_lazy(modules: Any) -> None:
+    lazy = [fqn for fqn, live in modules.tensors.items() if is_lazy(live.tensor)]
+    if lazy:
+        raise Unsupported(
+            f"capture: {listing(lazy)} are uninitialized parameters of lazy modules, which have no shape yet. Run the "
+            "module once, then capture it."
+        )
 
 
 def _optim(modules: Any, optimizers: Any) -> OptimState | None:

@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from attrs import define, field
 
 from fdsd.algebra.dtypes import copy_elements, movable
+from fdsd.data.spec import is_exact
 from fdsd.data.ties import storage_id
+from fdsd.layout.layout import Block, Layout
 
-__all__ = ["Pair", "copy_pairs", "prepared"]
+__all__ = ["Cuts", "Pair", "copy_pairs", "is_grid", "is_same", "prepared"]
 
 _COMMON = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool})
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A source and a target of one shape."""
+
+
+@define(eq=False)
+class Cuts:
+    """The parts that one rank has of whole tensors; where they lie is worked out once for each layout and shape.
+
+    Attributes:
+        rank: The rank.
+    """
+
+    rank: int
+    _known: dict[tuple[int, tuple[int, ...]], tuple[Layout, tuple[Block, ...]]] = field(factory=dict)
+
+    def pairs(self, whole: torch.Tensor, layout: Layout, local: torch.Tensor) -> Iterator[Pair]:
+        """Give the parts of a whole tensor, each with its place in the local one.
+
+        Args:
+            whole: The tensor.
+            layout: How it is cut.
+            local: The local tensor of the rank.
+
+        >>> from fdsd.layout.mesh import Mesh
+        >>> from fdsd.layout.placement import Shard
+        >>> list(Cuts(1).pairs(torch.tensor([1, 2, 3, 4]), Layout(Mesh({"dp": 2}), [Shard(0)]), torch.zeros(2)))
+        [(tensor([3, 4]), tensor([0., 0.]))]
+        """
+        key = id(layout), whole.shape
+        if key not in self._known:  # which keeps the layout, so that no other gets its identity
+            self._known[key] = layout, layout.blocks(whole.shape, self.rank)
+        for starts, sizes, offset in self._known[key][1]:
+            place = local if sizes == local.shape else _box(local, offset, sizes)
+            yield _box(whole, starts, sizes), place
+
+
+def _box(tensor: torch.Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    strides, begin = tensor.stride(), tensor.storage_offset()
+    for start, stride in zip(starts, strides, strict=True):
+        begin += start * stride
+    return tensor.as_strided(sizes, strides, begin)
 
 
 def prepared(pairs: Sequence[Pair], also_written: Iterable[torch.Tensor] = ()) -> list[Pair]:
@@ -29,10 +71,36 @@ def prepared(pairs: Sequence[Pair], also_written: Iterable[torch.Tensor] = ()) -
     >>> copy_pairs(prepared([(a, b), (b, a)])); a, b
     (tensor([0., 0.]), tensor([1., 1.]))
     """
-    moves = [(source.detach(), target.detach()) for source, target in pairs]
-    moves = [pair for pair in moves if not _is_same(*pair)]
+    moves = [(_plain(source), _plain(target)) for source, target in pairs]
+    grids = [pair for pair in moves if is_grid(pair[0]) and is_grid(pair[1])]
+    if len(grids) < len(moves):
+        return [*_safe(grids, also_written), *_opaque(moves)]
+    return _safe(moves, also_written)
+
+
+def _safe(moves: Sequence[Pair], also_written: Iterable[torch.Tensor]) -> list[Pair]:
+    moves = [pair for pair in moves if not is_same(*pair)]
     written = {storage_id(target) for _, target in moves} | {storage_id(target) for target in also_written}
     return [(_kept(source) if storage_id(source) in written else source, target) for source, target in moves]
+
+
+def _opaque(moves: Sequence[Pair]) -> list[Pair]:
+    """Prepare the pairs of which one has no storage to ask for: a source that is used again is copied to be safe."""
+    pairs = [(a, b) for a, b in moves if not (is_grid(a) and is_grid(b)) and a is not b]
+    return [(a.clone(), b) for a, b in pairs]
+
+
+def is_grid(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements of a tensor lie in one storage, at strides.
+
+    >>> is_grid(torch.eye(2)), is_grid(torch.eye(2).to_sparse())
+    (True, False)
+    """
+    return is_exact(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def copy_pairs(pairs: Sequence[Pair]) -> None:
@@ -45,7 +113,7 @@ def copy_pairs(pairs: Sequence[Pair]) -> None:
     if plain:
         copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         copy_all([target for _, target in plain], [source for source, _ in plain])
-    for source, target in pairs:
+    for source, target in pairs if len(plain) < len(pairs) else ():
         if not _is_plain(source, target):
             copy_elements(source, target)
 
@@ -58,8 +126,13 @@ def _kept(source: torch.Tensor) -> torch.Tensor:
     return movable(source).clone().view(source.dtype)
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors are one view of one memory, so that nothing has to be done."""
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors are one view of one memory, so that nothing has to be done.
+
+    >>> w = torch.ones(2)
+    >>> is_same(w, w.detach()), is_same(w, w.clone())
+    (True, False)
+    """
     return (
         a.data_ptr() == b.data_ptr()
         and a.dtype == b.dtype

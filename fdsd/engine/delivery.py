@@ -9,13 +9,15 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.data.protocols import World
 from fdsd.engine.agreement import Agreed, Statement, agree, state
+from fdsd.engine.asking import Step, Watch, ask, leave
 from fdsd.engine.failures import failure_of, raise_if_failed
 from fdsd.engine.here import Here, plan_here
 from fdsd.engine.memory import Delivered, Memory
@@ -83,12 +85,13 @@ class _Plan:
     statement: Statement
     requests: Sequence[Request]
     wirings: Sequence[Wiring]
-    budget: int | None
+    asked: str
     device: torch.device
     limits: Limits
     window: Window
     layer: Layer
-    positions: array[int] = field(factory=lambda: array("q"))  # the names that are no other's tie
+    positions: array[int]  # the names that are no other's tie
+    step: Step
 
     @property
     def kinds(self) -> array[int]:
@@ -99,18 +102,29 @@ class _Plan:
         return traffic_of(self.wirings, self.kinds)
 
     def run(self) -> Iterator[tuple[str, torch.Tensor]]:
-        rounds = PROGRAMS.get(self.world.rank, self.wirings, self.kinds, self.budget, self.limits)
+        rounds = PROGRAMS.get(self.world.rank, self.wirings, self.kinds, self.agreed.budget, self.limits)
         run = _Run(self)
-        for i in range(len(rounds)):
-            if i and any(self.world.agree(False)):
-                return  # another rank has closed
-            run.travel(rounds, i)
-            try:
-                yield from run.results(*rounds.tensors[i : i + 2])
-            except GeneratorExit:
-                if i + 1 < len(rounds):
-                    self.world.agree(True)
-                raise
+        with Watch() as watch:
+            for i in range(len(rounds)):
+                if i and any(self.say(False)):
+                    return  # another rank has closed
+                run.travel(rounds, i)
+                try:
+                    yield from run.results(*rounds.tensors[i : i + 2])
+                except GeneratorExit:
+                    if i + 1 < len(rounds):
+                        leave(self.world, watch, self._end)
+                    raise
+
+    def _end(self) -> None:
+        """Tell the others that this rank goes through no more of it; those that were out of step are elsewhere."""
+        if not self.step.is_past:
+            self.say(True)
+
+    def say(self, said: Any) -> list[Any]:
+        """Tell the other ranks something about this very delivery; collective."""
+        self.step.check(self.asked)
+        return ask(self.world, f"{self.asked}, number {self.agreed.number}", said)
 
 
 class _Run:
@@ -153,7 +167,7 @@ class _Run:
         try:
             with torch.no_grad():
                 memory.kept = kept_of(requests, self._plan.world.rank)
-        except Exception as error:  # told to all at the end of the first round
+        except BaseException as error:  # told to all at the end of the first round
             self._exchange.error = error, next(iter(requests))
         for tensor in self._tensors:
             tensor.is_settled = tensor.name in memory.kept.settled
@@ -174,7 +188,7 @@ class _Run:
         exchange.memory.forget()
         error, name = exchange.error or (None, "")
         failure = None if error is None else failure_of(error, repr(name))
-        raise_if_failed(self._plan.world.agree(failure), self._plan.world.ranks, error)
+        raise_if_failed(self._plan.say(failure), self._plan.world.ranks, error)
 
     def _finish(self, i: int) -> None:
         exchange = self._exchange
@@ -182,7 +196,7 @@ class _Run:
             return
         try:
             result = exchange.memory.finish(i)
-        except Exception as error:  # told to all at the end
+        except BaseException as error:  # told to all at the end
             exchange.fail(error, i)
             return
         if result is not None:
@@ -192,7 +206,7 @@ class _Run:
         if self._exchange.error is None:
             try:
                 self._exchange.memory.settle()
-            except Exception as error:  # told to all at the end
+            except BaseException as error:  # told to all at the end
                 self._exchange.fail(error, last)
 
     def results(self, start: int, stop: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,6 +244,7 @@ def plan_delivery(
     limits: Limits = LIMITS,
     window: Window = WINDOW,
     layer: Layer = ACCELERATOR,
+    asked: str = "a delivery of tensors",
 ) -> Delivery:
     """Agree on what is to be delivered, and plan it. Collective, if there is a world.
 
@@ -237,13 +252,14 @@ def plan_delivery(
         requests: What this rank knows of, and where it is wanted, by FQN.
         world: The processes that work together; ``None`` for this one alone.
         budget: Bytes that may be under way at once beside what the caller keeps; without it all is, or 64 MB where
-            values are computed. For one process: bytes for scratch beside the result.
+            values are computed. The smallest of all ranks counts. For one process: bytes for scratch beside the result.
         device: Where fresh results are made; the CPU by default.
         error: What went wrong on this rank before; then all ranks raise it.
         rank: Which rank this process is in the targets, if there is no world.
         limits: The sizes of messages.
         window: How many messages are under way at once.
         layer: The accelerators.
+        asked: What is asked for, which has to be the same on all ranks.
 
     Raises:
         FdsdError: The same on all ranks. Nothing has been written, or read. ``RankDisagreement``: ranks state
@@ -268,12 +284,13 @@ def plan_delivery(
     if error is None:
         try:
             statement = state(requests, world.rank)
-        except Exception as found:  # told to all
+        except BaseException as found:  # told to all
             error = found
-    agreed = agree(statement, error, world)
+    agreed = agree(statement, error, world, asked=asked, budget=budget)
     assert statement is not None
     wirings = WIRINGS.all_of(agreed, world.ranks, limits)
     positions = array("q", [at for at, leader in enumerate(agreed.leaders) if at == leader])
     given = list(requests.values())
-    plan = _Plan(world, agreed, statement, given, wirings, budget, where, limits, window, layer, positions)
+    step = Step.of(world)
+    plan = _Plan(world, agreed, statement, given, wirings, asked, where, limits, window, layer, positions, step)
     return Delivery(agreed.names, plan)

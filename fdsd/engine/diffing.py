@@ -198,10 +198,11 @@ def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _errors(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> tuple[int, float, float]:
     """Count the elements that differ beyond the tolerances; give the largest absolute and relative error of them."""
-    size = x.dtype.itemsize
-    differs = (as_bytes(x).view(-1, size) != as_bytes(y).view(-1, size)).any(1)
+    # by bytes, since not every torch can choose elements of every dtype
+    p, q = (as_bytes(t).view(-1, x.dtype.itemsize) for t in (x, y))
+    differs = (p != q).any(1)
     try:
-        error, magnitude = _distance(x.reshape(-1)[differs], y.reshape(-1)[differs])
+        error, magnitude = _distance(p[differs].view(x.dtype).view(-1), q[differs].view(x.dtype).view(-1))
     except RuntimeError:  # elements that torch cannot read as numbers are equal or not, and no more
         return int(differs.sum()), float("nan"), float("nan")
     bound = atol + torch.where(magnitude.isfinite(), rtol * magnitude, 0.0)

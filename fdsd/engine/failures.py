@@ -7,13 +7,25 @@ from collections.abc import Sequence
 from attrs import frozen
 
 import fdsd.data.errors as errors
-from fdsd.data.errors import FdsdError, listing
+from fdsd.data.errors import FdsdError
+from fdsd.engine.asking import told_ranks
 
-__all__ = ["Failure", "RankFailed", "failure_of", "raise_if_failed"]
+__all__ = ["Failure", "RankFailed", "SystemFailed", "failure_of", "raise_if_failed", "text_of"]
 
 
 class RankFailed(FdsdError, RuntimeError):
     """A rank could not do its part of what ranks do together: its own function, or a source, raised."""
+
+
+class SystemFailed(RankFailed, OSError):
+    """It raised an error of the operating system, which need not be the disk's: a function's own timeout, say."""
+
+
+_KINDS: dict[str, type[FdsdError]] = {
+    **{name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, FdsdError)},
+    "RankFailed": RankFailed,
+    "SystemFailed": SystemFailed,
+}
 
 
 @frozen
@@ -40,12 +52,24 @@ def failure_of(error: BaseException, about: str = "") -> Failure:
     Failure(kind='RankFailed', text="'w': ValueError: no")
     """
     lead = f"{about}: " if about else ""
-    notes = "".join([f" ({note})" for note in getattr(error, "__notes__", ())])
+    notes = "".join([f" ({text_of(note)})" for note in getattr(error, "__notes__", ())])
     if isinstance(error, FdsdError):
-        kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
-        return Failure(kinds[0], f"{lead}{error}{notes}")
-    kind = "DiskError" if isinstance(error, OSError) else "RankFailed"
-    return Failure(kind, f"{lead}{type(error).__name__}: {error}{notes}")
+        kinds = [kind.__name__ for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind]
+        return Failure(kinds[0], f"{lead}{text_of(error)}{notes}")
+    kind = "SystemFailed" if isinstance(error, OSError) else "RankFailed"
+    return Failure(kind, f"{lead}{type(error).__name__}: {text_of(error)}{notes}")
+
+
+def text_of(error: object) -> str:
+    """Give what an error says, whatever its class does when it is asked: the other ranks wait for a word.
+
+    >>> text_of(ValueError("no"))
+    'no'
+    """
+    try:
+        return str(error)
+    except Exception as found:
+        return f"<its text cannot be had: {type(found).__name__}>"
 
 
 def raise_if_failed(failures: Sequence[Failure | None], ranks: Sequence[int], mine: BaseException | None) -> None:
@@ -58,6 +82,7 @@ def raise_if_failed(failures: Sequence[Failure | None], ranks: Sequence[int], mi
 
     Raises:
         FdsdError: Of the class that the first failure names.
+        BaseException: On the rank that was interrupted, or told to end, just that.
 
     >>> raise_if_failed([None, Failure("SpecMismatch", "no")], [0, 1], None)
     Traceback (most recent call last):
@@ -74,11 +99,8 @@ def raise_if_failed(failures: Sequence[Failure | None], ranks: Sequence[int], mi
     if told[first] == list(ranks):  # all agree on what is wrong
         text = first.text
     else:
-        shown = [f"{_ranks(some)}: {failure.text}" for failure, some in list(told.items())[:10]]
+        shown = [f"{told_ranks(some)}: {failure.text}" for failure, some in list(told.items())[:10]]
         text = "; ".join(shown) + (f"; and {len(told) - 10} more" if len(told) > 10 else "")
-    kind: type[FdsdError] = getattr(errors, first.kind, RankFailed)
-    raise kind(text) from mine
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing(ranks)}"
+    if mine is not None and not isinstance(mine, Exception):
+        raise mine
+    raise _KINDS[first.kind](text) from mine

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from fdsd.data.protocols import World
+from fdsd.engine.asking import Step, Watch, leave
+
 __all__ = ["Flow"]
 
 
@@ -18,37 +21,54 @@ class Flow(Iterator[tuple[str, torch.Tensor]]):
     A generator that is closed before its first step does nothing, and the other ranks would wait for it. This one
     takes the first step then, together with them, and ends. It may be used in a ``with`` statement, which closes it.
 
+    Once the ranks were out of step it has ended: what is left of it is at another point on each.
+
     Args:
         begin: Plans, and gives the generator; collective.
+        world: The ranks; ``None`` for this process alone.
 
     >>> with Flow(lambda: (pair for pair in [("w", torch.ones(1))])) as flow:
     ...     next(flow)
     ('w', tensor([1.]))
     """
 
-    def __init__(self, begin: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+    def __init__(
+        self, begin: Callable[[], Iterator[tuple[str, torch.Tensor]]], world: World | None = None, verb: str = "stream"
+    ) -> None:
         self._begin = begin
+        self._world = world
+        self._verb = verb
+        self._step = None if world is None else Step.of(world)
         self._items: Any = None
         self._is_over = False
+        self._watch = Watch() if world is None else Watch().open()
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         if self._is_over:
             raise StopIteration
         try:
             if self._items is None:
+                if self._step is not None:
+                    self._step.check(self._verb)
                 self._items = self._begin()
             found: tuple[str, torch.Tensor] = next(self._items)
             return found
         except BaseException:
-            self._is_over = True
+            self._end()
             raise
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._watch.close()
 
     def close(self) -> None:
         """End it, on all ranks; once is enough, and after the end there is nothing to do."""
         if self._is_over:
             return
-        self._is_over = True
+        self._end()
         if self._items is None:
+            if self._step is not None and self._step.is_past:
+                return
             self._items = self._begin()
             next(self._items, None)
         self._items.close()
@@ -67,4 +87,7 @@ class Flow(Iterator[tuple[str, torch.Tensor]]):
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self.close()
+            if self._world is None:
+                self.close()
+            elif not self._is_over:
+                leave(self._world, self._watch, self.close)

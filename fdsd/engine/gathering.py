@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from fdsd.algebra.apply import defer_leaf
+from fdsd.algebra.apply import defer_leaf, refuse_kinds
 from fdsd.algebra.lazy import Lazy
+from fdsd.comms.alone import Alone
 from fdsd.data.errors import RankDisagreement, SpecMismatch, Unsupported, listing
 from fdsd.data.optim import OptimState
 from fdsd.data.protocols import World
 from fdsd.data.spec import is_exact, spec_of
 from fdsd.data.ties import tie_key
+from fdsd.engine.asking import told_ranks
 from fdsd.engine.delivery import Delivery, plan_delivery
 from fdsd.engine.optim_rows import from_rows, join_groups, rows_of
 from fdsd.engine.outlines import has_data
@@ -93,6 +95,7 @@ def plan_gathering(
     budget: int | None = None,
     keep: bool = False,
     verb: str = "materialize",
+    asked: str | None = None,
 ) -> Gathering:
     """Plan to bring leaves together; collective.
 
@@ -104,6 +107,7 @@ def plan_gathering(
         budget: Bytes that may be under way at once, beside results.
         keep: Whether tensors that are here already may be given as they are, not as copies.
         verb: How errors call the asker.
+        asked: What has to be asked for alike on all ranks; the verb, if nothing else.
 
     Raises:
         SpecMismatch: Leaves have no data, or are wanted on ranks that are not in the group.
@@ -111,18 +115,13 @@ def plan_gathering(
     """
     requests: dict[str, Request] = {}
     objects: dict[str, Any] = {}
-    nodes: dict[Hashable, Lazy] = {}
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         _check(leaves, world, target, verb)
-        for name, leaf in leaves.items():
-            if spec_of(leaf) is None:
-                objects[name] = leaf
-            else:
-                requests[name] = _request(leaf, _node(leaf, name, nodes), target, device, keep)
-    except Exception as found:  # the other ranks have to hear of it
+        requests, objects = _sorted(leaves, target, device, keep, verb)
+    except BaseException as found:  # the other ranks have to hear of it
         error = found
-    delivery = plan_delivery(requests, world, budget=budget, device=device, error=error)
+    delivery = plan_delivery(requests, world, budget=budget, device=device, error=error, asked=asked or verb)
     shared = share_objects(world, objects, f"{verb}: objects that are no tensors")
     if odd := sorted(set(shared).intersection(delivery.names)):
         raise RankDisagreement(f"{verb}: some ranks have a tensor, and others something else, of {listing(odd)}.")
@@ -136,14 +135,37 @@ def _check(leaves: Mapping[str, Any], world: World, target: Layout | None, verb:
             f"{verb}: {listing(hollow)} have no data (specs, or on the meta device). Open the checkpoint itself, or "
             "give the module memory first."
         )
-    if len(world.ranks) == 1:
-        return  # other ranks' shards are no business of a process alone
-    wanted = {leaf.layout.mesh.ranks for leaf in leaves.values() if isinstance(leaf, Sharded)}
-    wanted |= set() if target is None else {target.mesh.ranks}
+    wanted: set[tuple[int, ...]] = set() if target is None else {target.mesh.ranks}
+    if isinstance(world, Alone):  # other ranks' shards are no business of a process alone
+        if target is not None and world.rank not in target.mesh:
+            raise SpecMismatch(
+                f"{verb}: tensors are wanted on {told_ranks(target.mesh.ranks)}, and this process, rank {world.rank}, "
+                "works alone. Give group=, and call it on all of its ranks."
+            )
+        return
+    wanted |= {leaf.layout.mesh.ranks for leaf in leaves.values() if isinstance(leaf, Sharded)}
     if strays := sorted({rank for ranks in wanted for rank in ranks} - set(world.ranks)):
         raise SpecMismatch(
             f"{verb}: tensors are wanted on the ranks {listing(strays)}, and the group has {listing(world.ranks)}."
         )
+
+
+def _sorted(
+    leaves: Mapping[str, Any], target: Layout | None, device: Any, keep: bool, verb: str
+) -> tuple[dict[str, Request], dict[str, Any]]:
+    """Give the tensors as requests, and all else as it is."""
+    requests: dict[str, Request] = {}
+    objects: dict[str, Any] = {}
+    nodes: dict[Hashable, Lazy] = {}
+    try:
+        for name, leaf in leaves.items():
+            if spec_of(leaf) is None:
+                objects[name] = leaf
+            else:
+                requests[name] = _request(leaf, _node(leaf, name, nodes), target, device, keep)
+    except Unsupported as error:
+        refuse_kinds(leaves, verb, error)
+    return requests, objects
 
 
 def _node(leaf: Any, name: str, nodes: dict[Hashable, Lazy]) -> Lazy:

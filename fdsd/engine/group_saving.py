@@ -19,13 +19,15 @@ from fdsd.data.errors import RanksLost, SpecMismatch, UnknownName, listing
 from fdsd.data.protocols import World
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
+from fdsd.engine.agreement import least
+from fdsd.engine.asking import Step
 from fdsd.engine.delivery import Delivery, plan_delivery
 from fdsd.engine.flows import Flow
 from fdsd.engine.gathering import one_rank
 from fdsd.engine.outlines import shared_ties
 from fdsd.engine.progress import Progress
 from fdsd.engine.request import Request
-from fdsd.engine.unions import agree_on, together, union_of
+from fdsd.engine.unions import agree_on, everyone, together, union_of
 from fdsd.layout.sharded import Sharded
 from fdsd.storage.safetensors_sink import SafetensorsSink
 
@@ -53,7 +55,7 @@ def writer_of(state: Mapping[str, Any], world: World) -> int:
     named = {
         leaf.layout.mesh.ranks[0] for leaf in state.values() if isinstance(leaf, Sharded) and leaf.layout.mesh.size == 1
     }
-    found = {rank for some in world.agree(sorted(named)) for rank in some}
+    found = {rank for some in everyone(world, sorted(named), "save: who writes") for rank in some}
     if len(found) > 1 or not found <= set(world.ranks):
         raise SpecMismatch(
             f"save: the state is gathered to the ranks {listing(found)}; one rank of the group {list(world.ranks)} "
@@ -78,7 +80,7 @@ def save_over(
         writer: The rank that writes.
         nodes: This rank's tensors.
         begin: Begins to write, on the writer.
-        budget: Bytes that may be under way.
+        budget: Bytes that may be under way; the smallest of all ranks counts.
         finish: Puts other files in their place, on the writer, before the tensors' files are.
 
     Raises:
@@ -92,22 +94,25 @@ def save_over(
     }
     stored = {name: spec for name, spec in specs.items() if name not in aliases}
     owned = {aliases.get(name, name): node for name, node in nodes.items()}
-    parts = dict(_parts(stored, _opaque(world, owned), max(_LEAST, budget // 4)))
+    common = least(everyone(world, budget, "save: the budget"))
+    assert common is not None
+    parts = dict(_parts(stored, _opaque(world, owned), max(_LEAST, common // 4)))
     target = one_rank(writer, "save")
     requests = {
         label: Request(_cut(owned[name], region), target) for label, (name, region) in parts.items() if name in owned
     }
-    delivery = plan_delivery(requests, world, budget=budget)
+    delivery = plan_delivery(requests, world, budget=common, asked="save")
     sink = together(world, "save", lambda: begin(specs, aliases) if world.rank == writer else None)
-    error: Exception | None = None
+    error: BaseException | None = None
+    step = Step.of(world)
     try:
         with sink or nullcontext():
-            _write(delivery, parts, sink, stored)
+            _write(world, delivery, parts, sink, stored)
             if sink is not None:
                 finish()
-    except RanksLost:
-        raise  # there is nobody to agree with
-    except Exception as found:
+    except BaseException as found:
+        if isinstance(found, RanksLost) or step.is_past:
+            raise  # there is nobody to agree with
         error = found
     agree_on(world, error, "save")
 
@@ -123,18 +128,23 @@ def _opaque(world: World, nodes: Mapping[str, Lazy]) -> set[str]:
         for name, node in nodes.items()
         if any(isinstance(below.op, Computing) and below.op.whole for below in walk([node]))
     ]
-    return {name for names in world.agree(mine) for name in names}
+    return {name for names in everyone(world, mine, "save: what is computed whole") for name in names}
 
 
 def _parts(stored: Mapping[str, TensorSpec], opaque: set[str], limit: int) -> Iterator[tuple[str, _Part]]:
-    """Cut tensors into parts that fit the budget."""
+    """Cut tensors into parts that fit the budget, by labels that are no names of others."""
+    taken = set(stored)
     for name, spec in stored.items():
         whole = Region.whole(spec.shape)
         if spec.nbytes <= limit or name in opaque:
             yield name, (name, whole)
             continue
         for i, (region, _) in enumerate(whole.chunks(max(1, limit // spec.dtype.itemsize))):
-            yield f"{name} (part {i})", (name, region)
+            label = f"{name} (part {i})"
+            while label in taken:
+                label += "'"
+            taken.add(label)
+            yield label, (name, region)
 
 
 def _cut(node: Lazy, region: Region) -> Lazy:
@@ -146,10 +156,14 @@ def _cut(node: Lazy, region: Region) -> Lazy:
 
 
 def _write(
-    delivery: Delivery, parts: Mapping[str, _Part], sink: SafetensorsSink | None, stored: Mapping[str, TensorSpec]
+    world: World,
+    delivery: Delivery,
+    parts: Mapping[str, _Part],
+    sink: SafetensorsSink | None,
+    stored: Mapping[str, TensorSpec],
 ) -> None:
     """Write what arrives; leaving early ends the delivery on all ranks."""
-    with Flow(delivery.run) as items:
+    with Flow(delivery.run, world, "save") as items:
         if sink is None:
             for label, _ in items:
                 raise UnknownName(f"save: {label!r} came to a rank that does not write.")

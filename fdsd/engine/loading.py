@@ -6,13 +6,14 @@ What fits is ``matching``'s business; what a model or an optimizer wants, and ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
 from fdsd.algebra.lazy import Lazy
+from fdsd.comms.alone import this_rank
 from fdsd.comms.live import Modules
 from fdsd.data.errors import FdsdError, NameConflict, SpecMismatch, Unsupported, add_note, listing, plural
 from fdsd.data.optim import OptimState
@@ -23,12 +24,13 @@ from fdsd.data.statedict import StateDict
 from fdsd.data.train import TrainState
 from fdsd.data.values import is_mapping
 from fdsd.engine.delivery import plan_delivery
+from fdsd.engine.load_rules import Rules, specs_of
 from fdsd.engine.matching import expected
-from fdsd.engine.model_load import ModelLoad, Rules, plan_model, specs_of
+from fdsd.engine.model_load import ModelLoad, plan_model
 from fdsd.engine.optim_load import OptimLoad, OptimTable, plan_optim
 from fdsd.engine.outlines import Outline, outline_of
-from fdsd.engine.unions import everyone, together
-from fdsd.engine.wishes import Wish, label_of, requests_of
+from fdsd.engine.unions import agree_alike, everyone, together
+from fdsd.engine.wishes import Wish, label_of, out_of_reach, requests_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -128,9 +130,12 @@ class _Group:
     @classmethod
     def of(cls, asked: Asked, world: World) -> _Group:
         """Find out; collective."""
+        rules = asked.rules
         mine = asked.kind, asked.optim is not None, bool(asked.optimizers), bool(asked.modules.through)
-        told = everyone(world, mine, "restore: what is asked")
-        kinds, have_optim, have_optimizers, through = [set(column) for column in zip(*told, strict=True)]
+        told = everyone(world, (*mine, rules.staged, rules.dtype), "restore: what is asked")
+        kinds, have_optim, have_optimizers, through, *alike = [set(column) for column in zip(*told, strict=True)]
+        if any(len(values) > 1 for values in alike):
+            agree_alike(world, "restore", {"staged": rules.staged, "dtype": rules.dtype})
         together(world, "restore", lambda: _check_optimizers(asked, kinds, have_optim, have_optimizers))
         scope = _scope(asked.specs, world)
         wanted = together(world, "restore", lambda: _wanted(asked, scope))
@@ -223,9 +228,12 @@ class Restoring:
 
     def run(self) -> LoadReport:
         """Deliver what was planned, and put it in its place; collective."""
+        self._compare_twins()
+        takers, deliveries = self._deliveries()
         try:
-            self._compare_twins()
-            self._deliver()
+            for label, value in deliveries:
+                if label in takers:
+                    takers[label].take(label, value)
             self._write()
         except FdsdError as error:
             if not self.staged:
@@ -246,16 +254,20 @@ class Restoring:
         got = dict(plan_delivery(requests_of(wishes, self._node, self.world, "restore"), self.world).run())
         together(self.world, "restore", lambda: _check_twins(twins, got))
 
-    def _deliver(self) -> None:
+    def _deliveries(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]]:
+        """Plan how tensors travel, and give who takes what, and what brings them when it is gone through."""
         if self.model is not None:
             self._together(self.model.keep_sources, ())
         loads: Sequence[Any] = [load for load in (self.optim, self.model) if load is not None]
         takers = {label: load for load in loads for label in load.wishes}
         wishes: dict[str, Wish] = {label: load.wishes[label] for label, load in takers.items()}
         requests = requests_of(wishes, self._node, self.world, "restore")
-        for label, value in plan_delivery(requests, self.world).run():
-            if label in takers:
-                takers[label].take(label, value)
+        if len(self.world.ranks) == 1 and (far := out_of_reach(requests, this_rank())):
+            raise FdsdError(
+                f"restore: parts of {listing(far)} are held by other ranks: give group=. Where none is taken, "
+                "materialize(state, group=...) first."
+            )
+        return takers, iter(plan_delivery(requests, self.world).run())
 
     def _write(self) -> None:
         """Run what may raise first; staged, it is undone everywhere if it raises anywhere."""
@@ -274,7 +286,7 @@ class Restoring:
         if self.model is not None:
             self.model.place()
 
-    def _together(self, action: Callable[[], None], undo: Sequence[Callable[[], None]]) -> None:
+    def _together(self, action: Callable[[], object], undo: Sequence[Callable[[], None]]) -> None:
         try:
             together(self.world, "restore", action)
         except BaseException as error:

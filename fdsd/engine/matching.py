@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from attrs import frozen
 
+from fdsd.algebra.dtypes import check_cast
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.naming import nearest
 from fdsd.data.problem import Problem
@@ -18,6 +19,7 @@ from fdsd.data.statedict import StateDict, same_leaf
 from fdsd.data.ties import ties
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
+from fdsd.transforms.names import WRAPPERS
 from fdsd.transforms.which import Choice
 
 __all__ = ["DtypeRule", "Match", "excused", "expected", "match_state"]
@@ -90,6 +92,7 @@ def match_state(
     allow_unexpected: Choice,
     owners: Mapping[str, str] | None = None,
     elsewhere: Collection[str] = (),
+    hollow: Collection[str] = (),
 ) -> Match:
     """Compare a state with what a model expects.
 
@@ -102,6 +105,7 @@ def match_state(
         allow_unexpected: Names that it may have beyond.
         owners: The tied names of the state, each with the first name of the same tensor; as its leaves say by default.
         elsewhere: Names that the models of other ranks expect.
+        hollow: Names that the state has without data, which is a problem of its own.
 
     >>> import torch
     >>> w, every = TensorSpec((2,), torch.int8), Choice.of("{_...}")
@@ -130,7 +134,8 @@ def match_state(
         for other in found:
             problems += _differences(other, state[other], spec, dtype)
     unexpected = [name for name in state if name not in wanted and name not in elsewhere]
-    problems += _absent(missing, unexpected, wanted, allow_missing)
+    lacking = [name for name in missing if name not in hollow]
+    problems += _absent(lacking, unexpected, wanted, allow_missing)
     problems += _surplus(unexpected, state, missing, allow_unexpected)
     loaded = [name for name in wanted if groups.get(name, (name,))[0] in loads]
     return Match(loads, tuple(loaded), tuple(missing), tuple(unexpected), tuple(untied), tuple(problems))
@@ -139,7 +144,13 @@ def match_state(
 def _differences(name: str, leaf: Any, want: Any, dtype: DtypeRule) -> Iterable[Problem]:
     if not isinstance(want, TensorSpec):
         return
-    spec = spec_of(leaf)
+    try:
+        spec = spec_of(leaf)
+        if spec is not None and dtype == "target":
+            check_cast(spec.dtype, want.dtype)
+    except Unsupported as error:
+        yield Problem("unsupported", f"{name!r}: {error}", (name,))
+        return
     if spec is None:
         text = f"{name!r} is a {type(leaf).__name__} in the state, and a tensor, {want}, in the model."
         yield Problem("spec", text, (name,))
@@ -178,10 +189,28 @@ def _surplus(unexpected: list[str], state: Mapping[str, Any], missing: list[str]
     fine = excused(unexpected, state, allowed)
     if left := [name for name in unexpected if name not in fine]:
         hint = _hint(left[0], missing)
-        text = f"not expected by the model: {listing(left)}{hint}. drop() them, or give allow_unexpected=... ."
+        remedy = _prefix_remedy(left, missing) or "drop() them, or give allow_unexpected=... ."
+        text = f"not expected by the model: {listing(left)}{hint}. {remedy}"
         yield Problem("unexpected", text, tuple(left))
 
 
 def _hint(name: str, others: list[str]) -> str:
     close = nearest(name, others) if others else None
     return f" (the nearest name to {name!r} is {close[0]!r})" if close else ""
+
+
+def _prefix_remedy(unexpected: list[Any], missing: list[str]) -> str | None:
+    """Say how names that have segments or a prefix too many are made those that are missing, if that is all."""
+    lacking, names = set(missing), [str(name) for name in unexpected]
+    if lacking and all(_unwrapped(name) in lacking for name in names):
+        return "They have the segments of wrappers, which strip_wrappers() takes out."
+    found = next((name for name in missing if names[0].endswith("." + name)), "")
+    prefix = names[0].removesuffix(found)
+    if found and all(name.startswith(prefix) and name.removeprefix(prefix) in lacking for name in names):
+        return f"They have a prefix, which drop_prefix({prefix!r}) takes off."
+    return None
+
+
+def _unwrapped(name: str) -> str:
+    *path, last = name.split(".")
+    return ".".join([*[segment for segment in path if segment not in WRAPPERS], last])

@@ -52,7 +52,8 @@ def materialize(
             too, become whole tensors on every rank, names that only some ranks have included. What ``gather(to=rank)``
             was asked of is on that rank alone; what was laid out by ``reshard`` is ``Sharded``, with this rank's shard.
         device: Where the tensors go; by default lazy ones to the CPU, and others stay where they are.
-        budget: Bytes for scratch beside the result, as a number or like ``"256MB"``; no limit by default.
+        budget: Bytes for scratch beside the result, as a number or like ``"256MB"``; no limit by default. With a group
+            the smallest of all ranks counts.
 
     Returns:
         The same kind of state; names that share a lazy tensor share the tensor. A ``Sharded`` leaf stays one, made of
@@ -83,7 +84,10 @@ def materialize(
 
 def _check(state: Any, budget: int | str | None) -> int | None:
     if not (isinstance(state, OptimState | TrainState) or is_mapping(state)):
-        raise Unsupported(f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}.")
+        raise Unsupported(
+            f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}. For a module, "
+            "give capture(module); for a file, open(path)."
+        )
     return None if budget is None else parse_size(budget, "budget")
 
 

@@ -118,7 +118,7 @@ class Exchange:
     memory: Memory
     buffers: Buffers
     window: Window
-    error: tuple[Exception, str] | None = None
+    error: tuple[BaseException, str] | None = None
     _posted: deque[_Posted] = field(factory=deque[_Posted], init=False)
     _next: int = field(default=0, init=False)
     _columns: tuple[list[int], ...] = field(default=(), init=False)
@@ -142,6 +142,8 @@ class Exchange:
 
         So a rank that sends does not copy all that it keeps before it begins to send.
         """
+        if self._next == len(self._columns[0]):
+            return
         while self._post():
             pass
         _, _, _, bounds, instances, *_ = self._columns
@@ -155,7 +157,7 @@ class Exchange:
         self.advance(len(self._columns[0]) - 1)
         self.buffers.wait()
 
-    def fail(self, error: Exception, tensor: int) -> None:
+    def fail(self, error: BaseException, tensor: int) -> None:
         """Note that something went wrong with a tensor; the first time counts."""
         if self.error is None:
             self.error = error, self.memory.tensors[tensor].name
@@ -200,7 +202,7 @@ class Exchange:
         part = memory.tensors[i].views.part(overlaps[at], parts[at])
         try:
             view = memory.source(i, part) if sends[number] else memory.target(i, part)
-        except Exception as error:  # told to all at the end
+        except BaseException as error:  # told to all at the end
             self.fail(error, i)
             return None
         if view is None or view.dtype != part.wire or view.device != self.world.device or not view.is_contiguous():
@@ -232,12 +234,16 @@ class Exchange:
         outs: list[torch.Tensor] = []
         typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
         memory, tensors, i = self.memory, self.memory.tensors, instances[bounds[number]]
+        find = memory.source if is_send else memory.target
+        wire, whole, itemsize = None, buffer, 1
         try:
             for at in range(bounds[number], bounds[number + 1]):
                 i = instances[at]
                 part = tensors[i].views.part(overlaps[at], parts[at])
-                view = memory.source(i, part) if is_send else memory.target(i, part)
-                whole, itemsize = typed.get(part.wire) or typed.setdefault(part.wire, _typed(buffer, part.wire))
+                view = find(i, part)
+                if part.wire is not wire:
+                    wire = part.wire
+                    whole, itemsize = typed.get(wire) or typed.setdefault(wire, _typed(buffer, wire))
                 packed = whole.as_strided(part.shape, part.strides, offsets[at] // itemsize)
                 if view is None:
                     memory.read(i, part, packed)
@@ -250,7 +256,7 @@ class Exchange:
                 return _begin(self.buffers.layer, outs, sources)
             if sources:
                 torch._foreach_copy_(outs, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-        except Exception as error:  # told to all at the end
+        except BaseException as error:  # told to all at the end
             self.fail(error, i)
         return ()
 

@@ -6,79 +6,41 @@ Everything is checked before anything is delivered. Optimizers, and how tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from fdsd.algebra.dtypes import check_cast, copy_elements
+from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
 from fdsd.comms.backups import Backup
+from fdsd.comms.dtensors import lie_alike
 from fdsd.comms.hooks import Machine
 from fdsd.comms.installing import give_memory, install, is_meta, like_live, new_memory
 from fdsd.comms.live import LiveTensor, Modules
-from fdsd.comms.modules import layout_of, leaf_of, memory_of
+from fdsd.comms.modules import is_dtensor, layout_and_memory_of, layout_of, leaf_of, memory_of
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.problem import Problem
-from fdsd.data.spec import TensorSpec, is_exact, spec_of
-from fdsd.data.statedict import StateDict
-from fdsd.engine.copying import Pair, copy_pairs, prepared
+from fdsd.data.spec import is_exact, spec_of
+from fdsd.engine.copying import Cuts, Pair, copy_pairs, is_grid, prepared
+from fdsd.engine.load_rules import Rules, left_on_meta, made_by_init, problems_of
 from fdsd.engine.matching import DtypeRule, Match, match_state
+from fdsd.engine.opaque import copies_of, copy_opaque
 from fdsd.engine.outlines import Outline
 from fdsd.engine.wishes import Flattening, Wish, label_of
 from fdsd.layout.layout import Layout
 from fdsd.layout.local import local_of
 from fdsd.layout.wants import local_shape_of
-from fdsd.pipeline.pipeline import Pipeline, identity
-from fdsd.transforms.which import Choice
 
-__all__ = ["Init", "ModelLoad", "Rules", "plan_model", "specs_of"]
-
-Init = Callable[[str, TensorSpec], torch.Tensor]
+__all__ = ["ModelLoad", "Told", "plan_model"]
 
 
-@frozen
-class Rules:
-    """How strictly a state has to fit.
+class Told(NamedTuple):
+    """What code of modules' own finds missing in what it gets, and what it did not expect."""
 
-    Attributes:
-        keep: Leaves names out of what the model expects.
-        allow_missing: Names that the state may lack.
-        allow_unexpected: Names that it may have beyond.
-        init: Makes what is missing and has no memory yet.
-        dtype: What happens where dtypes differ.
-        device: Where tensors go that have no memory yet.
-        staged: Whether nothing is written before everything is there.
-    """
-
-    keep: Pipeline = identity
-    allow_missing: Choice = field(factory=Choice)
-    allow_unexpected: Choice = field(factory=Choice)
-    init: Init | None = None
-    dtype: DtypeRule = "same"
-    device: torch.device | None = None
-    staged: bool = False
-
-
-def specs_of(modules: Modules) -> StateDict[Any]:
-    """Give the specs of what a model's state dict holds, tied ones with equal ``tie``; extra state as it is.
-
-    >>> from fdsd.comms.modules import read_modules
-    >>> specs_of(read_modules(torch.nn.Linear(2, 1)))["bias"]
-    TensorSpec((1,), torch.float32)
-    """
-    tokens: dict[str, object] = {}
-    made: dict[str, Any] = {}
-    for name in modules.names:
-        live = modules.tensors.get(name)
-        if live is None:
-            made[name] = modules.extra[name].value
-            continue
-        made[name] = spec = live.spec
-        if live.tied_to is not None or modules.aliases_of(name):
-            token = tokens.setdefault(live.tied_to or name, object())
-            made[name] = TensorSpec(spec.shape, spec.dtype, tie=token)
-    return StateDict.trusted(made, modules.metadata, kind="abstract")
+    missing: list[str]
+    unexpected: list[str]
 
 
 @define(eq=False)
@@ -91,10 +53,12 @@ class ModelLoad:
         state: What the ranks hold.
         match: What goes where.
         metadata: The versions of modules that were saved.
+        beyond: Names that the model does not have, and the modules below which they stand, whose code may know them.
         problems: What has to stop the load.
         pairs: What this rank copies by itself: sources and targets.
         wishes: What else is wanted, by label.
         twins: Pairs of wishes that have to be equal, since the model ties what the state does not.
+        opaque: What only the classes of tensors know how to copy: sources and targets by name.
         initialised: What ``init`` made, by name.
         left_on_meta: Names without memory that nothing was there for.
     """
@@ -104,50 +68,119 @@ class ModelLoad:
     state: Outline
     match: Match
     metadata: Mapping[str, Any] | None = None
+    beyond: Mapping[str, Machine] = field(factory=dict[str, Machine])
     problems: list[Problem] = field(factory=list)
     pairs: list[Pair] = field(factory=list)
     wishes: dict[str, Wish] = field(factory=dict)
     twins: list[tuple[Wish, Wish]] = field(factory=list)
+    opaque: dict[str, Pair] = field(factory=dict)
     initialised: dict[str, torch.Tensor] = field(factory=dict)
     left_on_meta: tuple[str, ...] = ()
     _names: dict[str, str] = field(factory=dict)  # of the model, by label
     _values: dict[str, torch.Tensor] = field(factory=dict)  # by name of the model; of tied ones by the first
+    _cuts: Cuts = field(factory=lambda: Cuts(this_rank()))
+    _fresh: set[str] = field(factory=set)  # what has been delivered to other memory than the model's
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def wish(self) -> None:
         """Say what is wanted."""
+        tensors, leaves, through = self.modules.tensors, self.state.leaves, self.modules.through
         for name, source in self.match.loads.items():
-            if name in self.modules.tensors:
-                live = self._live(name)
-                if self._is_direct(live, self.state.leaves[source]):
-                    continue
-                wish = self._wish(live, source)
-                label = label_of(source, wish.flattening)
-                self.wishes[label], self._names[label] = wish, live.fqn
-            elif not is_exact(self.state.leaves[source]) and spec_of(self.state.leaves[source]) is not None:
-                self.wishes[source], self._names[source] = Wish(source), name  # extra state as a tensor
+            leaf, live = leaves[source], tensors.get(name)
+            if (live is None or name in through) and self._is_as_given(live, leaf):
+                continue
+            if live is None:
+                if not is_exact(leaf) and spec_of(leaf) is not None:
+                    self._ask(Wish(source), name)  # extra state as a tensor
+                continue
+            live = live if live.tied_to is None else tensors[live.tied_to]
+            if self._is_opaque(live, leaf):
+                self.opaque[live.fqn] = leaf, live.tensor
+            elif not self._is_direct(live, leaf):
+                self._ask(self._wish(live, source), self._owner(name) if through else live.fqn)
         for pair in self.match.untied:
             live = self._live(pair[0])
             twin = [Wish(one, layout_of(live), _flattening(live), dtype=live.spec.dtype) for one in pair]
             self.twins.append((twin[0], twin[1]))
 
+    def _ask(self, wish: Wish, name: str) -> None:
+        label = wish.source if wish.flattening is None else label_of(wish.source, wish.flattening)
+        self.wishes[label], self._names[label] = wish, name
+
+    def _is_as_given(self, live: LiveTensor | None, leaf: Any) -> bool:
+        """Tell whether code of a module's own gets a leaf as it is: unless it is elsewhere, or whole and to be cut."""
+        if not self.rules.as_given or isinstance(leaf, Lazy):
+            return False
+        return live is None or not (is_dtensor(live.tensor) and is_exact(leaf))
+
+    def is_for_code(self, label: str) -> bool:
+        """Tell whether a wish is for code of a module's own."""
+        name = self._names[label]
+        return name not in self.modules.tensors or name in self.modules.through
+
+    @property
+    def has_code(self) -> bool:
+        """Whether code that may raise takes a part of the state: of modules, extra states, or classes of tensors."""
+        return bool(self.modules.through or self.modules.extra or self.opaque)
+
+    def _is_opaque(self, live: LiveTensor, leaf: Any) -> bool:
+        """Tell whether only the class of a tensor knows how a value gets into it."""
+        if not self.rules.as_given or live.flat is not None or not isinstance(leaf, torch.Tensor):
+            return False
+        pair = leaf, live.tensor
+        return not all(map(is_grid, pair)) and not any(map(is_dtensor, pair)) and not live.tensor.is_meta
+
     def _is_direct(self, live: LiveTensor, leaf: Any) -> bool:
         """Note a copy that needs no plan and no other rank; tell whether this is one."""
-        target = live.tensor
-        if live.flat is not None or live.fqn in self.modules.through or not (is_exact(leaf) and is_exact(target)):
+        if isinstance(leaf, Lazy) or live.flat is not None or live.dtype is not None:
             return False
-        if target.is_meta or _differs(self.rules.dtype, leaf.dtype, target.dtype) or live.dtype is not None:
+        if live.fqn in self.modules.through:
             return False
-        check_cast(leaf.dtype, target.dtype)
-        self.pairs.append((leaf, target))
+        target: Any = live.tensor
+        if is_exact(leaf):
+            return self._is_copied(live, leaf, target) if is_exact(target) else self._is_cut(live, leaf)
+        if not (is_dtensor(leaf) and is_dtensor(target)) or is_meta(live):
+            return False
+        if not lie_alike(leaf, target):
+            return False
+        return self._is_copied(live, leaf._local_tensor, target._local_tensor)
+
+    def _is_cut(self, live: LiveTensor, whole: torch.Tensor) -> bool:
+        """Note copies of the parts that this rank has of a whole tensor which is here."""
+        layout, local = layout_and_memory_of(live)
+        if not isinstance(layout, Layout) or whole.is_quantized or whole.is_nested or whole.layout is not torch.strided:
+            return False
+        if local.is_meta or local.device != whole.device:
+            return False
+        if whole.dtype != local.dtype:
+            if self.rules.dtype == "source":
+                return False
+            check_cast(whole.dtype, local.dtype)
+        self.pairs.extend(self._cuts.pairs(whole, layout, local))
+        return True
+
+    def _is_copied(self, live: LiveTensor, source: torch.Tensor, target: torch.Tensor) -> bool:
+        if source.is_meta:
+            return target.is_meta  # a meta model that is given its own tensors
+        dtype = source.dtype if self.rules.dtype == "source" else target.dtype
+        if source.dtype != dtype:
+            check_cast(source.dtype, dtype)
+        if target.is_meta:
+            target = new_memory(live, tuple(target.shape), dtype, self.rules.device or source.device)
+            self._values[live.fqn] = target
+            self._fresh.add(live.fqn)
+        elif dtype != target.dtype:
+            return False
+        self.pairs.append((source, target))
         return True
 
     def keep_sources(self) -> None:
         """Copy what would be overwritten before it is read."""
         outs = [wish.out for wish in self.wishes.values() if wish.out is not None]
         own = [self.modules.tensors[name] for name in self.modules.through if name in self.modules.tensors]
-        outs += [memory_of(live) for live in own if live.is_memory and not is_meta(live)]
+        own = [live for live in own if live.is_memory and (is_grid(live.tensor) or is_dtensor(live.tensor))]
+        outs += [memory_of(live) for live in own if not is_meta(live)]
         self.pairs = prepared(self.pairs, outs)
 
     def _live(self, name: str) -> LiveTensor:
@@ -155,16 +188,27 @@ class ModelLoad:
         live = self.modules.tensors[name]
         return live if live.tied_to is None else self.modules.tensors[live.tied_to]
 
+    def _owner(self, name: str) -> str:
+        """Give the name by which a value is kept: code that gets what was given gets it by each of its names."""
+        return name if self.rules.as_given and name in self.modules.through else self._live(name).fqn
+
     def _wish(self, live: LiveTensor, source: str) -> Wish:
-        spec, target, flattening = spec_of(self.state.leaves[source]), layout_of(live), _flattening(live)
+        flattening, rules = _flattening(live), self.rules
+        is_fresh = rules.staged or live.fqn in self.modules.through or is_meta(live)
+        if not is_fresh and rules.dtype != "source":
+            target, memory = layout_and_memory_of(live)
+            return Wish(source, target, flattening, memory)
+        target = layout_of(live)
+        spec, dtype = spec_of(self.state.leaves[source]), live.spec.dtype
         assert spec is not None
-        dtype = spec.dtype if self.rules.dtype == "source" else live.spec.dtype
-        fresh = live.fqn in self.modules.through or self.rules.staged or is_meta(live) or dtype != live.spec.dtype
-        if not fresh:
+        if rules.dtype == "source" and spec.dtype != dtype:
+            is_fresh, dtype = True, spec.dtype
+        if not is_fresh:
             return Wish(source, target, flattening, memory_of(live))
+        self._fresh.add(live.fqn)
         whole = spec.shape if flattening is None else (spec.numel,)
         shape = local_shape_of(target, whole, this_rank())
-        out = None if shape is None else new_memory(live, shape, dtype, self.rules.device)
+        out = None if shape is None else new_memory(live, shape, dtype, rules.device)
         return Wish(source, target, flattening, out, dtype)
 
     def initialise(self) -> None:
@@ -177,12 +221,7 @@ class ModelLoad:
             made: Any = init(name, live.spec)
             if made is None:
                 continue
-            if not is_exact(made) or tuple(made.shape) != live.spec.shape or made.is_meta:
-                given = spec_of(made) if isinstance(made, torch.Tensor) else type(made).__name__
-                raise SpecMismatch(
-                    f"init gave {given} for {name!r}, which is {live.spec}. Give a tensor of this shape."
-                )
-            self.initialised[name] = _local(live, made.detach(), self.rules.device)
+            self.initialised[name] = _local(live, made_by_init(name, made, live, self.rules), self.rules.device)
         self.left_on_meta = tuple([name for name in self.left_on_meta if name not in self.initialised])
         if lacking := [name for name in self._to_initialise() if self.modules.tensors[name].persistent]:
             raise SpecMismatch(f"init gave nothing for {listing(lacking)}, which are on the meta device and missing.")
@@ -199,28 +238,55 @@ class ModelLoad:
         """Accept a delivered local tensor."""
         self._values[self._names[label]] = value
 
+    def take_all(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Accept delivered local tensors by label."""
+        for label, value in made.items():
+            self.take(label, value)
+
     def backup(self) -> Callable[[], None]:
         """Give a way back from ``run_code``."""
-        tensors = Backup.of([machine.module for machine in self.modules.machines()])
+        tensors, opaque = Backup.of([machine.module for machine in self.modules.machines()]), copies_of(self.opaque)
         extra = [(self.modules.extra[name].owner, value) for name, value in self._extras(old=True)]
 
         def undo() -> None:
             tensors.put_back()
+            opaque()
+            faults: list[Exception] = []
             for owner, value in extra:
-                owner.set_extra_state(value)
+                try:
+                    owner.set_extra_state(value)
+                except Exception as error:  # the rest has to be undone all the same
+                    faults.append(error)
+            if faults:
+                raise faults[0]
 
         return undo
 
-    def run_code(self) -> None:
-        """Hand on what modules load by code of their own, which may raise: whole modules, and extra state."""
+    def run_code(self) -> Told:
+        """Hand on what modules load by code of their own, which may raise: whole modules, and extra state.
+
+        Returns:
+            What it finds missing and unexpected, where it gets values as they were given.
+        """
+        told = Told([], [])
         with torch.no_grad():
             for machine in self.modules.machines():
                 values = self._for_machine(machine)
-                made = [name for name in values if name in self._values or name in self.initialised]
-                give_memory(self.modules, machine.module, made, self.rules.device)
-                machine.load(values, self.metadata)
+                made = [name for name in values if self.rules.as_given or self._made(name) is not None]
+                firsts = {self._live(name).fqn for name in made if name in self.modules.tensors}
+                give_memory(self.modules, machine.module, firsts, self.rules.device)
+                missing, unexpected = machine.load(values, self.metadata, strict=not self.rules.as_given)
+                told.missing.extend([name for name in missing if name in values or name not in self.state.leaves])
+                told.unexpected.extend(unexpected)
+            copy_opaque(self.opaque)
         for name, value in self._extras(old=False):
             self.modules.extra[name].owner.set_extra_state(value)
+        return told
+
+    def _made(self, name: str) -> torch.Tensor | None:
+        """Give what was delivered, or initialised, for a name."""
+        owner = self._owner(name) if name in self.modules.tensors else name
+        return self._values.get(owner, self.initialised.get(owner))
 
     def _extras(self, *, old: bool) -> Iterator[tuple[str, Any]]:
         """Give the extra states that go to their modules directly: what the state has, or what was there before."""
@@ -229,39 +295,44 @@ class ModelLoad:
                 value = self._values.get(name, self.state.leaves[source])
                 yield name, self.modules.extra[name].value if old else value
 
-    def place(self) -> None:
-        """Put everything else in its place: new memory, what was staged, and what this rank copies by itself."""
+    def place(self) -> bool:
+        """Put everything else in its place: new memory, what was staged, and what this rank copies by itself.
+
+        Returns:
+            Whether tensors of the model were replaced.
+        """
+        installed: list[LiveTensor] = []
         with torch.no_grad():
             copy_pairs(self.pairs)
-            for name, value in (*self._values.items(), *self.initialised.items()):
+            made = {name: value for name, value in self._values.items() if name in self._fresh}
+            for name, value in (*made.items(), *self.initialised.items()):
                 live = self.modules.tensors.get(name)
-                if live is not None and name not in self.modules.through:
-                    self._place(live, value)
+                if live is None or name in self.modules.through:
+                    continue
+                if is_meta(live) or _differs(self.rules.dtype, value.dtype, live.spec.dtype):
+                    install(self.modules, live, value)
+                    installed.append(live)
+                elif self.rules.staged:
+                    copy_elements(value, memory_of(live))
         self._values.clear()
         self.pairs.clear()
-
-    def _place(self, live: LiveTensor, value: torch.Tensor) -> None:
-        if is_meta(live) or _differs(self.rules.dtype, value.dtype, live.spec.dtype):
-            install(self.modules, live, value)
-        elif self.rules.staged:
-            copy_elements(value, memory_of(live))
+        return bool(installed)
 
     def _for_machine(self, machine: Machine) -> dict[str, Any]:
-        """Give all values that a module which loads itself has to get: those that are not there, as they are."""
-        made: dict[str, Any] = {}
-        for name, one in self.modules.through.items():
-            if one is not machine:
-                continue
-            live = None if name not in self.modules.tensors else self._live(name)
-            owner = name if live is None else live.fqn
-            value = self._values.get(owner, self.initialised.get(owner))
-            if live is not None:
-                made[name] = leaf_of(live) if value is None else like_live(live, value)
-            elif name in self.match.loads:
-                made[name] = self.state.leaves[self.match.loads[name]] if value is None else value
-            else:
-                made[name] = self.modules.extra[name].value
-        return made
+        """Give the values that a module which loads itself has to get: those that are not there, as they are."""
+        if self.rules.as_given:
+            homes = {**self.modules.through, **self.beyond}
+            return {name: self._for_code(name) for name in self.match.loads if homes.get(name) is machine}
+        return {name: self._for_code(name) for name, one in self.modules.through.items() if one is machine}
+
+    def _for_code(self, name: str) -> Any:
+        value, source = self._made(name), self.match.loads.get(name)
+        if name in self.modules.tensors and (value is not None or not self.rules.as_given):
+            live = self._live(name)
+            return leaf_of(live) if value is None else like_live(live, value)
+        if value is not None:
+            return value
+        return self.modules.extra[name].value if source is None else self.state.leaves[source]
 
 
 def plan_model(
@@ -285,6 +356,7 @@ def plan_model(
 
     >>> from fdsd.comms.alone import Alone
     >>> from fdsd.comms.modules import read_modules
+    >>> from fdsd.engine.load_rules import specs_of
     >>> from fdsd.engine.outlines import outline_of
     >>> modules = read_modules(torch.nn.ParameterDict({"w": torch.zeros(1)}))
     >>> load = plan_model(outline_of(Alone(), {"w": torch.ones(1)}, "restore"), modules, specs_of(modules), Rules())
@@ -300,9 +372,11 @@ def plan_model(
         allow_unexpected=rules.allow_unexpected,
         owners=state.owners,
         elsewhere=elsewhere,
+        hollow=state.hollow,
     )
     load = ModelLoad(modules, rules, state, match, metadata)
-    load.problems = [*_hollow(state, wanted), *match.problems, *_meta_problems(load, wanted), *_dtype_problems(load)]
+    load.left_on_meta = left_on_meta(modules, match)
+    load.problems = problems_of(state, modules, wanted, match, rules, load.left_on_meta)
     return load
 
 
@@ -313,53 +387,6 @@ def _differs(rule: DtypeRule, source: torch.dtype, target: torch.dtype) -> bool:
 
 def _flattening(live: LiveTensor) -> Flattening:
     return None if live.flat is None else live.flat.order or ()
-
-
-def _hollow(state: Outline, wanted: Mapping[str, Any]) -> list[Problem]:
-    """Find what has no data to load."""
-    names = [name for name in state.hollow if name in wanted]
-    if not names:
-        return []
-    return [
-        Problem("spec", f"{listing(names)} have no data in the state (specs, or on the meta device).", tuple(names))
-    ]
-
-
-def _meta_problems(load: ModelLoad, wanted: Mapping[str, Any]) -> list[Problem]:
-    """Find what has no memory and will not get any, unless there is an initialiser, or a filter leaves it out."""
-    tensors, loaded = load.modules.tensors, set(load.match.loaded)
-    on_meta = [name for name, live in tensors.items() if live.tied_to is None and is_meta(live)]
-    groups = {name: (name, *load.modules.aliases_of(name)) for name in on_meta}
-    hollow = [name for name in on_meta if loaded.isdisjoint(groups[name])]
-    load.left_on_meta = tuple(hollow)
-    needed = [name for name in hollow if tensors[name].persistent and any(one in wanted for one in groups[name])]
-    if needed and load.rules.init is None:
-        text = (
-            f"{listing(needed)} are on the meta device, and the state has nothing for them. Give "
-            "init=lambda fqn, spec: tensor."
-        )
-        return [Problem("missing", text, tuple(needed))]
-    return []
-
-
-def _dtype_problems(load: ModelLoad) -> list[Problem]:
-    """Find tensors that cannot take the dtype of the state: what FSDP and DTensors hold has been planned for one."""
-    if load.rules.dtype != "source":
-        return []
-    names: list[str] = []
-    for name, source in load.match.loads.items():
-        live, spec = load.modules.tensors.get(name), spec_of(load.state.leaves[source])
-        if live is None or spec is None or spec.dtype == live.spec.dtype or name in load.modules.through:
-            continue
-        if live.flat is not None or (hasattr(live.tensor, "_local_tensor") and not is_meta(live)):
-            names.append(name)
-    if not names:
-        return []
-    text = (
-        f"{listing(names)} have another dtype in the state, and lie over ranks in memory that keeps its dtype. Convert "
-        'the model before it is sharded, or give dtype="target".'
-    )
-    return [Problem("spec", text, tuple(names))]
 
 
 def _local(live: LiveTensor, whole: torch.Tensor, device: torch.device | None) -> torch.Tensor:

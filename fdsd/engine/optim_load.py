@@ -20,8 +20,8 @@ from fdsd.data.groups import ParamGroup
 from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem, describe
 from fdsd.data.protocols import World
+from fdsd.engine.load_rules import Rules
 from fdsd.engine.matching import excused
-from fdsd.engine.model_load import Rules
 from fdsd.engine.optim_rows import Row, join_groups, rows_of
 from fdsd.engine.outlines import Outline, outline_of
 from fdsd.engine.unions import share_objects, union_of
@@ -85,8 +85,9 @@ class OptimLoad:
     def runs_code(self) -> bool:
         """Whether an optimizer loads by code of its own, which may raise."""
         from fdsd.comms.live_optimizers import live_optimizers
+        from fdsd.comms.optimizer_trials import runs_code_of_others
 
-        return any(live.loads_its_own_way for live in live_optimizers(self.modules, self.optimizers))
+        return any(map(runs_code_of_others, live_optimizers(self.modules, self.optimizers)))
 
     def check(self) -> None:
         """Raise if what has been delivered could not be written.
@@ -94,11 +95,12 @@ class OptimLoad:
         Raises:
             SpecMismatch: Something does not fit; nothing has been written.
         """
-        from fdsd.comms.optimizer_checks import Loaded, problems_of
+        from fdsd.comms.optimizer_checks import Loaded, faults_of
 
         loaded = Loaded.of(self._delivered(), self.modules, self.optimizers)
         how = self.how
-        if problems := problems_of(loaded, how["require"], how["keep"], how["allow_unexpected"], values=True):
+        found = faults_of(loaded, **how, values=True)
+        if problems := found.problems():
             raise problems[0].error(f"restore: {describe(problems)}")
 
     def backup(self) -> Callable[[], None]:
@@ -212,7 +214,7 @@ def plan_optim(
         *_hollow(table),
         *_on_meta(load),
         *_left_out([fqn for fqn in left if fqn not in fine]),
-        *check_write(state, modules, optimizers, **load.how),
+        *check_write(state, modules, optimizers, **load.how, is_joint=True),
     ]
     lacks = known - {_first(modules, fqn) for column in state.slots.values() for fqn in column}
     load.without_state = tuple([fqn for fqn in state.fqns if _first(modules, fqn) in lacks])

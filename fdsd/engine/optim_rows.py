@@ -15,6 +15,7 @@ from fdsd.data.errors import RankDisagreement
 from fdsd.data.groups import ParamGroup
 from fdsd.data.optim import OptimState
 from fdsd.data.protocols import World
+from fdsd.data.values import same_option
 from fdsd.engine.unions import everyone, union_of
 
 __all__ = ["Row", "from_rows", "join_groups", "rows_of"]
@@ -101,8 +102,6 @@ def join_groups(groups: Iterable[ParamGroup], world: World, verb: str) -> tuple[
 
 def _home(group: ParamGroup, place: int, rank: int, made: list[_Growing], homes: Mapping[str, int], verb: str) -> int:
     """Find the place among the joined groups where a group belongs."""
-    from fdsd.comms.optimizer_groups import same_option
-
     known = {homes[fqn]: fqn for fqn in group.fqns if fqn in homes}
     for at, fqn in known.items():
         if len(known) > 1 or not same_option(dict(made[at].options), dict(group.options)):

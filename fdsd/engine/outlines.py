@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from fdsd.algebra.apply import defer_leaf
+from fdsd.algebra.apply import defer_leaf, refuse_kinds
 from fdsd.algebra.lazy import Lazy
-from fdsd.data.errors import RankDisagreement
+from fdsd.data.errors import RankDisagreement, Unsupported
 from fdsd.data.protocols import World
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.ties import ties
@@ -42,10 +42,12 @@ class Outline:
 
     def node(self, name: str) -> Lazy | None:
         """Give a tensor of this rank as an expression; ``None`` if only others have it."""
-        if name not in self.own or spec_of(self.own[name]) is None:
-            return None
-        found: Lazy = defer_leaf(self.own[name], name)
-        return found
+        leaf = self.own.get(name)
+        try:
+            found = leaf if isinstance(leaf, Lazy) else defer_leaf(leaf, name)
+        except Unsupported as error:
+            refuse_kinds(self.own, "restore", error)
+        return found if isinstance(found, Lazy) else None
 
 
 def has_data(leaf: Any) -> bool:
@@ -78,7 +80,7 @@ def outline_of(world: World, leaves: Mapping[str, Any], verb: str) -> Outline:
     if len(world.ranks) == 1:
         hollow = [name for name in leaves if name not in own] if len(own) < len(leaves) else []
         return Outline(own, own, shared_ties(world, own, verb), tuple(hollow))
-    known = union_of(world, together(world, verb, lambda: _told(own)), "what the state holds", show=_shown)
+    known = union_of(world, together(world, verb, lambda: _told(own, verb)), "what the state holds", show=_shown)
     objects = share_objects(
         world, {name: own[name] for name, told in known.items() if told == _OBJECT and name in own}, verb
     )
@@ -89,8 +91,11 @@ def outline_of(world: World, leaves: Mapping[str, Any], verb: str) -> Outline:
     return Outline(own, made, shared_ties(world, own, verb), absent)
 
 
-def _told(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: spec_of(leaf) for name, leaf in leaves.items()}
+def _told(leaves: Mapping[str, Any], verb: str) -> dict[str, Any]:
+    try:
+        found = {name: spec_of(leaf) for name, leaf in leaves.items()}
+    except Unsupported as error:
+        refuse_kinds(leaves, verb, error)
     return {name: _OBJECT if spec is None else (tuple(spec.shape), spec.dtype) for name, spec in found.items()}
 
 

@@ -68,14 +68,16 @@ class Kept:
     Attributes:
         copies: The sources that were copied, by place.
         settled: The names whose results are their sources' own memory already.
+        memories: The memory of sources, by the identity of their origins, as far as it was looked at.
     """
 
     copies: Mapping[Place, torch.Tensor] = field(factory=dict[Place, torch.Tensor])
     settled: frozenset[str] = frozenset()
+    memories: Mapping[int, torch.Tensor] = field(factory=dict[int, torch.Tensor])
 
     def memory(self, origin: Origin) -> torch.Tensor | None:
         """Give the memory to read a source tensor from: its copy, if there is one."""
-        found = self.copies.get(_place(origin)) if self.copies else None
+        found = self.copies.get(_place(origin)) if self.copies else self.memories.get(id(origin))
         return memory_of(origin) if found is None else found
 
 
@@ -93,34 +95,39 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
         return Kept()
     settled: set[str] = set()
     written: set[int] = set()
-    read: list[tuple[Origin, torch.Tensor | None]] = []
+    memories: dict[int, torch.Tensor] = {}
+    origins: list[Origin] = []
     grown: list[Lazy] = []
     for name, request in requests.items():
         node, out = request.node, request.out
         if node is not None and isinstance(node.op, Origin):
-            memory = memory_of(node.op)
-            if memory is not None and out is not None and _is_settled(request, node.op, memory, out, rank):
-                settled.add(name)
-                continue
-            read.append((node.op, memory))
+            op = node.op
+            if (memory := memory_of(op)) is not None:
+                memories[id(op)] = memory
+                is_near = out is not None and memory.data_ptr() == out.data_ptr()
+                if is_near and out is not None and _is_settled(request, op, memory, out, rank):
+                    settled.add(name)
+                    continue
+                origins.append(op)
         elif node is not None:
             grown.append(node)
         if out is not None and out.numel():
             written.add(storage_id(out))
-    read += [(node.op, memory_of(node.op)) for node in walk(grown) if isinstance(node.op, Origin)]
+    for node in walk(grown):
+        if isinstance(node.op, Origin) and (memory := memory_of(node.op)) is not None:
+            memories[id(node.op)] = memory
+            origins.append(node.op)
     copies: dict[Place, torch.Tensor] = {}
-    for origin, memory in read:
-        if memory is None or storage_id(memory) not in written or memory.is_meta:
-            continue
-        place = _place(origin)
-        if place not in copies:
-            copies[place] = movable(memory).clone().view(memory.dtype)
-    return Kept(copies, frozenset(settled))
+    for origin in origins:
+        memory = memories[id(origin)]
+        if storage_id(memory) in written and not memory.is_meta and _place(origin) not in copies:
+            copies[_place(origin)] = movable(memory).clone().view(memory.dtype)
+    return Kept(copies, frozenset(settled), memories)
 
 
 def _is_settled(request: Request, origin: Origin, memory: torch.Tensor, out: torch.Tensor, rank: int) -> bool:
     """Tell whether the result is, element for element, the memory in which its source lies."""
-    if memory.data_ptr() != out.data_ptr() or storage_id(memory) != storage_id(out):
+    if storage_id(memory) != storage_id(out):
         return False
     if (memory.dtype, memory.shape, memory.storage_offset()) != (out.dtype, out.shape, out.storage_offset()):
         return False

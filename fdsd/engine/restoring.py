@@ -11,9 +11,9 @@ from fdsd.comms.alone import world_for
 from fdsd.data.errors import Unsupported
 from fdsd.data.optim import OptimState
 from fdsd.data.train import TrainState
+from fdsd.engine.load_rules import Init, Rules
 from fdsd.engine.loading import Asked, LoadReport, Restoring
 from fdsd.engine.matching import DtypeRule
-from fdsd.engine.model_load import Init, Rules
 from fdsd.engine.unions import together
 from fdsd.pipeline.pipeline import Pipeline, identity
 from fdsd.transforms.which import Which, choice
@@ -52,10 +52,11 @@ def restore(
         allow_missing: Names, as ``select`` takes them, that the state may lack; what is live stays.
         allow_unexpected: Names that it may have beyond.
         init: Makes what is missing, or is a buffer that no state holds, and has no memory yet: ``init(fqn, spec)``
-            gives the whole tensor, the same on every rank.
+            gives the whole tensor, the same on every rank; floats are cast to the model's dtype.
         dtype: ``"same"``: other dtypes are an error. ``"target"``: cast to the model's. ``"source"``: the model takes
             those of the state.
-        device: Where tensors go that have no memory yet.
+        device: Where tensors go that have no memory yet and lie on no mesh; by default where their values are, and
+            those of files on the CPU.
         staged: All or nothing, on all ranks, also if reading fails half way, or code of a module's own raises: one
             more copy of the local shards.
         group: The process group that works together, where the state lies over ranks. Each rank reads files by

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
+from fdsd.engine.recent import Recent
 from fdsd.layout.program import Program, program_of, to_list
 from fdsd.layout.structure import Limits
 from fdsd.layout.wiring import Wiring
@@ -101,29 +101,25 @@ class Programs:
 
     most: int = 8
     items: int = 1 << 20
-    _made: OrderedDict[object, tuple[tuple[Wiring, ...], Rounds]] = field(factory=OrderedDict, init=False)
+    _recent: Recent[object, tuple[tuple[Wiring, ...], Rounds]] = field(
+        default=Factory(lambda self: Recent(self.most, _num_items, self.items), takes_self=True), init=False
+    )
 
     def get(
         self, rank: int, wirings: Sequence[Wiring], kinds: array[int], budget: int | None, limits: Limits
     ) -> Rounds:
         """Give the rounds of a rank; see ``rounds_of``."""
         key = rank, tuple(map(id, wirings)), kinds.tobytes(), budget, limits
-        found = self._made.get(key)
-        if found is not None:
-            self._made.move_to_end(key)
-            return found[1]
-        rounds = rounds_of(rank, wirings, kinds, budget, limits)
-        self._made[key] = tuple(wirings), rounds  # the plans stay alive, so that no other one gets an id of theirs
-        while len(self._made) > self.most or (self._made and self._num_items() > self.items):
-            self._made.popitem(last=False)
-        return rounds
-
-    def _num_items(self) -> int:
-        return sum([len(rounds.program.instances) + len(rounds.arrivals) for _, rounds in self._made.values()])
+        # the plans stay alive, so that no other one gets an id of theirs
+        return self._recent.get(key, lambda: (tuple(wirings), rounds_of(rank, wirings, kinds, budget, limits)))[1]
 
     def clear(self) -> None:
         """Forget all rounds."""
-        self._made.clear()
+        self._recent.clear()
+
+
+def _num_items(made: tuple[object, Rounds]) -> int:
+    return len(made[1].program.instances) + len(made[1].arrivals)
 
 
 PROGRAMS = Programs()

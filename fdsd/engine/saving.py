@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from attrs import frozen
 
-from fdsd.algebra.apply import defer, defer_leaf
+from fdsd.algebra.apply import defer, refuse_kinds
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import world_for
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
@@ -27,7 +27,7 @@ from fdsd.engine.materializing import materialize
 from fdsd.engine.progress import Progress
 from fdsd.engine.provenance import provenance
 from fdsd.engine.streaming import Stream
-from fdsd.engine.unions import everyone, together
+from fdsd.engine.unions import agree_alike, everyone, together
 from fdsd.layout.sharded import whole_leaves
 from fdsd.storage.files import local_path
 from fdsd.storage.formats import of_target
@@ -60,11 +60,13 @@ def save(
         assets: A folder, or files, to copy beside the weights: configuration, tokenizer; weights are left out.
         config: Entries to set in the folder's ``config.json``, which comes from the assets or is there already.
         overwrite: Whether an existing checkpoint may be replaced.
-        budget: Bytes for scratch, kept results and messages, whatever the size of the state.
+        budget: Bytes for scratch, kept results and messages, whatever the size of the state. With a group the smallest
+            of all ranks counts.
         group: The process group that works together, where the state lies over ranks: all call ``save``, and one of
-            them writes: that of ``gather(to=rank)``, else the first.
+            them writes: that of ``gather(to=rank)``, else the first. All give the same path and format.
 
     Raises:
+        RankDisagreement: The ranks give other paths or formats, or know different things of one name; on all ranks.
         DestinationExists: Something is there, and ``overwrite`` is false.
         Unsupported: Entries that the format cannot hold; all are named.
         OverBudget: Before anything is written: an operation needs more than the budget at once.
@@ -87,7 +89,10 @@ def save(
     def asked() -> _How:
         given: Any = state
         if not isinstance(given, Mapping):
-            raise Unsupported(f"save: it writes a mapping of names to tensors, not {type(given).__name__}.")
+            raise Unsupported(
+                f"save: it writes a mapping of names to tensors, not {type(given).__name__}. Of a TrainState save "
+                "state.model, and the optimizer as flatten_optim(state.optim); of a module, capture(module).model."
+            )
         target = local_path(path)
         kind, is_file = of_target(target, format)
         most, limit = parse_size(max_shard_size, "max_shard_size", least=1), parse_size(budget, "budget")
@@ -95,6 +100,7 @@ def save(
 
     how = together(world, "save", asked)
     if group is not None:
+        agree_alike(world, "save", {"path": str(how.path), "format": how.kind})
         _save_over(state, how, world)
         return
     with how.gather_assets() as extras:
@@ -187,27 +193,13 @@ def _storable(state: Mapping[str, Any]) -> tuple[dict[str, TensorSpec], Mapping[
         specs = {name: spec for name, leaf in state.items() if (spec := spec_of(leaf)) is not None}
         lazy = defer(state)
     except Unsupported as error:
-        _refuse_kinds(state, error)
+        refuse_kinds(state, "save", error)
     if odd := [name for name in state if name not in specs]:
         raise Unsupported(
             f"save: safetensors files hold tensors only; these are none: {listing(odd)}. drop() them, or save as .pt."
         )
     _refuse_hollow(state)
     return specs, lazy
-
-
-def _refuse_kinds(state: Mapping[str, Any], first: Unsupported) -> NoReturn:
-    """Name all tensors of kinds that cannot be read."""
-    found: dict[str, list[str]] = {}
-    for name, leaf in state.items():
-        try:
-            spec_of(leaf)
-            defer_leaf(leaf, name)
-        except Unsupported as error:
-            found.setdefault(str(error), []).append(name)
-    if not found:
-        raise first
-    raise Unsupported("; ".join([f"save: {listing(names)}: {text}" for text, names in found.items()])) from first
 
 
 def _refuse_hollow(state: Mapping[str, Any]) -> None:

@@ -49,7 +49,8 @@ def snapshot(state: Any, *, device: torch.device | str = "cpu", pin: bool = Fals
 
     Raises:
         SpecMismatch: Some tensors are on the meta device, or specs, and have no data; all are named.
-        Unsupported: There is no pinned memory without an accelerator, or an object cannot be copied.
+        Unsupported: There is no pinned memory without an accelerator, an object cannot be copied, or the device is the
+            meta device.
 
     Law: ``materialize(snapshot(x))`` equals ``materialize(x)``, whatever is written to the tensors of ``x`` in between.
 
@@ -78,6 +79,8 @@ class _Copier:
         self._hollow: list[str] = []
         if pin and device.type != "cpu":
             raise Unsupported(f"snapshot: pinned memory is the CPU's; with device={str(device)!r} leave pin out.")
+        if device.type == "meta":
+            raise Unsupported("snapshot: the meta device holds no data. Give another one, or take the specs().")
         if pin:
             _check_pinning()
 
@@ -120,7 +123,7 @@ class _Copier:
             self._hollow.append(str(name))
             return value
         if isinstance(value, Sharded):
-            return value.with_parts([self._value(part, name) for part in value.parts])
+            return self._sharded(value, name)
         if is_dict(value) and type(value) is dict:
             return {key: self._value(item, name) for key, item in value.items()}
         if is_sequence(value) and type(value) in (list, tuple):
@@ -131,6 +134,15 @@ class _Copier:
             raise Unsupported(
                 f"snapshot: {name!r} holds an object of type {type(value).__name__} that cannot be copied: {error}"
             ) from error
+
+    def _sharded(self, leaf: Sharded, name: Any) -> Sharded:
+        """Copy what a leaf over ranks is made of; names that share the leaf share its copy."""
+        key: Hashable = "sharded", id(leaf)
+        if key not in self._made:
+            self._alive.append(leaf)
+            self._made[key] = leaf.with_parts([self._value(part, name) for part in leaf.parts])
+        made: Sharded = self._made[key]
+        return made
 
     def _tensor(self, tensor: torch.Tensor, name: Any) -> Any:
         key = tie_key(tensor)

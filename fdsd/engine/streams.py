@@ -38,13 +38,13 @@ def stream(
         to: ``"all"``, or the rank that gets the others; the rest get nothing.
         group: The process group that works together; without one, this process alone reads.
         device: Where the tensors are made; the CPU by default.
-        budget: Bytes of tensors and messages that may be under way at once.
+        budget: Bytes of tensors and messages that may be under way at once; the smallest of all ranks counts.
 
     Returns:
         An iterator over each name and its tensor, which is the caller's to keep. It is planned at its first step.
 
     Raises:
-        RankDisagreement: Ranks differ in what they have; on all ranks.
+        RankDisagreement: Ranks differ in what they have, or go through other streams; on all ranks.
         FdsdError: One of them failed; on all ranks.
 
     Law: ``dict(stream(x))`` equals ``materialize(x)``.
@@ -58,14 +58,17 @@ def stream(
     def asked() -> tuple[dict[str, Any], dict[str, Any]]:
         given: Any = state
         if not is_mapping(given):
-            raise Unsupported(f"stream: it takes a mapping of names to leaves, not {type(given).__name__}.")
+            raise Unsupported(
+                f"stream: it takes a mapping of names to leaves, not {type(given).__name__}. For a module, give "
+                "capture(module).model; for a file, open(path)."
+            )
         target = None if to == "all" else one_rank(to, "stream")
         return dict(given), {"target": target, "device": device, "budget": parse_size(budget, "budget")}
 
     def begin() -> Iterator[tuple[str, torch.Tensor]]:
         leaves, how = together(world, "stream", asked)
-        return plan_gathering(leaves, world, verb="stream", **how).run()
+        return plan_gathering(leaves, world, verb="stream", asked=f"stream(to={to!r})", **how).run()
 
     if len(world.ranks) == 1:
         asked()  # its errors need not wait for the first step
-    return Flow(begin)
+    return Flow(begin, world)

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from fdsd.data.errors import RankDisagreement, Unsupported
 from fdsd.data.protocols import World
-from fdsd.engine.failures import failure_of, raise_if_failed
+from fdsd.engine.asking import ask, told_ranks
+from fdsd.engine.failures import failure_of, raise_if_failed, text_of
 
-__all__ = ["agree_on", "agreed_order", "everyone", "share_objects", "together", "union_of"]
+__all__ = ["agree_alike", "agree_on", "agreed_order", "everyone", "share_objects", "together", "union_of"]
 
 V = TypeVar("V")
 
@@ -28,8 +29,8 @@ def agree_on(world: World, error: BaseException | None, what: str) -> None:
         what: What was tried.
     """
     if len(world.ranks) > 1:
-        about = "" if error is None or str(error).startswith(f"{what}:") else what
-        told = world.agree(None if error is None else failure_of(error, about))
+        about = "" if error is None or text_of(error).startswith(f"{what}:") else what
+        told = ask(world, what, None if error is None else failure_of(error, about), error)
         raise_if_failed(told, world.ranks, error)
     elif error is not None:
         raise error
@@ -48,10 +49,10 @@ def together(world: World, what: str, action: Callable[[], V]) -> V:
     3
     """
     made: list[V] = []
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         made.append(action())
-    except Exception as found:
+    except BaseException as found:  # one that is interrupted tells the others too
         error = found
     agree_on(world, error, what)
     return made[0]
@@ -79,11 +80,38 @@ def everyone(world: World, statement: V, what: str) -> list[V]:
         digest = hashlib.sha256(pickle.dumps(statement)).digest()
     except Exception as found:  # whatever a user's class raises
         error = Unsupported(f"{what}: some values cannot be sent to other ranks: {found}.")
-    told = world.agree((digest, None if error is None else failure_of(error)))
+    told = ask(world, what, (digest, None if error is None else failure_of(error)), error)
     raise_if_failed([failure for _, failure in told], world.ranks, error)
     if len({one for one, _ in told}) == 1:
         return [statement] * len(world.ranks)
-    return world.agree(statement)
+    return ask(world, what, statement)
+
+
+def agree_alike(world: World, verb: str, asked: Mapping[str, object]) -> None:
+    """Raise on all ranks if they ask the same function for different things.
+
+    Args:
+        world: The ranks.
+        verb: How errors call the asker.
+        asked: What has to be equal: plain values by the names of the arguments.
+
+    Raises:
+        RankDisagreement: They differ; all that differ are named, with what each rank asks for.
+
+    >>> from fdsd.comms.alone import Alone
+    >>> agree_alike(Alone(), "save", {"path": "m.pt"})
+    """
+    told = everyone(world, dict(asked), f"{verb}: what is asked")
+    problems: list[str] = []
+    for name in asked:
+        by_value: dict[str, list[int]] = {}
+        for rank, one in zip(world.ranks, told, strict=True):
+            by_value.setdefault(repr(one[name]), []).append(rank)
+        if len(by_value) > 1:
+            shown = ", ".join([f"{value} on {told_ranks(some)}" for value, some in list(by_value.items())[:10]])
+            problems.append(f"{name} is {shown}")
+    if problems:
+        raise RankDisagreement(f"{verb}: the ranks ask for different things: {'; '.join(problems)}. Give all the same.")
 
 
 def union_of(
@@ -150,7 +178,7 @@ def share_objects(world: World, mine: Mapping[str, Any], what: str) -> dict[str,
     if not lacking:
         return dict(mine)
     sent: dict[str, Any] = {}
-    for given in world.agree({name: mine[name] for name in lacking if senders[name] == world.rank}):
+    for given in ask(world, what, {name: mine[name] for name in lacking if senders[name] == world.rank}):
         sent.update(given)
     return {name: mine[name] if name in mine else sent[name] for name in senders}
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
-from attrs import define, field, frozen
+from attrs import Factory, define, field
 
 from fdsd.data.errors import FdsdError, RankDisagreement, SpecMismatch, listing, plural
 from fdsd.data.spec import TensorSpec
 from fdsd.engine.agreement import Agreed, Key, Stated
+from fdsd.engine.recent import CacheInfo, Recent
 from fdsd.layout.expression import Expression
 from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Box, Pieces
@@ -21,15 +21,6 @@ from fdsd.layout.wiring import Wiring, plan_wiring
 __all__ = ["WIRINGS", "CacheInfo", "Wirings"]
 
 
-@frozen
-class CacheInfo:
-    """How often a plan was found, and how often it had to be made; and how many are remembered."""
-
-    hits: int
-    misses: int
-    size: int
-
-
 @define
 class Wirings:
     """Plans by what they are plans of; of the least recently used ones, some are forgotten.
@@ -39,9 +30,9 @@ class Wirings:
     """
 
     most: int = 1024
-    _made: OrderedDict[tuple[Stated, tuple[int, ...], Limits], Wiring] = field(factory=OrderedDict, init=False)
-    _hits: int = field(default=0, init=False)
-    _misses: int = field(default=0, init=False)
+    _recent: Recent[tuple[Stated, tuple[int, ...], Limits], Wiring] = field(
+        default=Factory(lambda self: Recent(self.most), takes_self=True), init=False
+    )
 
     def info(self) -> CacheInfo:
         """Tell how often plans were found and made.
@@ -49,11 +40,11 @@ class Wirings:
         >>> Wirings().info()
         CacheInfo(hits=0, misses=0, size=0)
         """
-        return CacheInfo(self._hits, self._misses, len(self._made))
+        return self._recent.info()
 
     def clear(self) -> None:
         """Forget all plans."""
-        self._made.clear()
+        self._recent.clear()
 
     def get(self, stated: Stated, ranks: tuple[int, ...], limits: Limits) -> Wiring:
         """Give the plan of what is stated.
@@ -67,17 +58,7 @@ class Wirings:
             RankDisagreement: A rank does not know a tensor that others say it holds.
             SpecMismatch: Layouts that do not fit the tensor, or elements that no rank holds.
         """
-        key = stated, ranks, limits
-        found = self._made.get(key)
-        if found is not None:
-            self._hits += 1
-            self._made.move_to_end(key)
-            return found
-        self._misses += 1
-        made = self._made[key] = _plan(stated, ranks, limits)
-        while len(self._made) > self.most:
-            self._made.popitem(last=False)
-        return made
+        return self._recent.get((stated, ranks, limits), lambda: _plan(stated, ranks, limits))
 
     def all_of(self, agreed: Agreed, ranks: tuple[int, ...], limits: Limits) -> list[Wiring]:
         """Give the plans of all that was agreed on, or raise one error for all that cannot be planned."""
@@ -118,7 +99,23 @@ def _plan(stated: Stated, ranks: tuple[int, ...], limits: Limits) -> Wiring:
     stating = {rank for _, some in stated for rank in some}
     placements = [_held(i, spec.shape, stated, frozenset(ranks), stating) for i, spec in enumerate(expression.origins)]
     wants = [want for key, some in _wanting(stated, ranks, stating) for want in _wants(key, some, expression.spec)]
-    return plan_wiring(expression, placements, wants, limits=limits)
+    try:
+        return plan_wiring(expression, placements, wants, limits=limits)
+    except SpecMismatch as error:
+        told = _layouts(stated)
+        if len(told) < 2:
+            raise
+        shown = "; ".join([f"{_ranks(some)}: {placement}" for placement, some in list(told.items())[:10]])
+        raise RankDisagreement(f"{error} The ranks state different layouts of it ({shown}).") from error
+
+
+def _layouts(stated: Stated) -> dict[str, list[int]]:
+    """Say how the source tensors lie by what each rank states, where it says so by a layout."""
+    found: dict[str, list[int]] = {}
+    for key, some in stated:
+        if layouts := [repr(placement) for placement in key.placements if isinstance(placement, Layout)]:
+            found.setdefault(", ".join(dict.fromkeys(layouts)), []).extend(some)
+    return found
 
 
 def _held(i: int, shape: tuple[int, ...], stated: Stated, ranks: frozenset[int], stating: set[int]) -> Pieces:

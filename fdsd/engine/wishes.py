@@ -13,14 +13,17 @@ from attrs import frozen
 from fdsd.algebra.apply import apply
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops import MergeDims, Permute
+from fdsd.algebra.ops.leaves import Origin
 from fdsd.data.errors import NameConflict, listing
 from fdsd.data.protocols import World
+from fdsd.engine.overwriting import placement_of
 from fdsd.engine.request import Request
 from fdsd.engine.unions import everyone
+from fdsd.layout.cutting import Cutter, Spot
 from fdsd.layout.pieces import Pieces
-from fdsd.layout.wants import Target
+from fdsd.layout.wants import Target, blocks_of
 
-__all__ = ["Flattening", "Wish", "label_of", "requests_of"]
+__all__ = ["Flattening", "Wish", "label_of", "out_of_reach", "request_of", "requests_of"]
 
 Flattening = tuple[int, ...] | None
 """How FSDP1 flattens a tensor: its dims in this order, none for their own; ``None``: it stays as it is."""
@@ -81,15 +84,51 @@ def requests_of(
         wanted.update(some)
     made: dict[str, Request] = {}
     for label, (source, flattening) in wanted.items():
-        found = node(source)
-        if found is not None and flattening is not None:
-            found = _flattened(found, flattening)
-        wish = wishes.get(label)
+        found, wish = node(source), wishes.get(label)
         if wish is not None:
-            made[label] = Request(found, wish.target, False, wish.out, wish.dtype)
+            made[label] = request_of(wish, found)
         elif found is not None:
-            made[label] = Request(found, Pieces.of(found.ndim, []), False)
+            held = found if flattening is None else _flattened(found, flattening)
+            made[label] = Request(held, Pieces.of(held.ndim, []), False)
     return made
+
+
+def request_of(wish: Wish, node: Lazy | None) -> Request:
+    """Turn a wish into a request.
+
+    Args:
+        wish: What is wanted.
+        node: Its source as an expression; ``None`` if this rank does not have it.
+    """
+    if node is not None and wish.flattening is not None:
+        node = _flattened(node, wish.flattening)
+    return Request(node, wish.target, False, wish.out, wish.dtype)
+
+
+def out_of_reach(requests: Mapping[str, Request], rank: int) -> list[str]:
+    """Name what one process alone wants and does not have: parts that other ranks hold.
+
+    Args:
+        requests: What is wanted; of expressions over ranks nothing is known before they are read.
+        rank: The rank of this process.
+
+    >>> out_of_reach({}, 0)
+    []
+    """
+    found: list[str] = []
+    for name, request in requests.items():
+        op = None if request.node is None else request.node.op
+        placement = placement_of(op) if isinstance(op, Origin) else None
+        if placement is None or placement == request.target or not isinstance(op, Origin):
+            continue
+        shape = op.spec.shape
+        own = blocks_of(placement, shape, rank)
+        pieces = Pieces.of(len(shape), [((block.starts, block.sizes), (rank,)) for block in own])
+        spot = Spot(0, op.spec.dtype, 0, shape, (1,) * len(shape))
+        wanted = [block.region for block in blocks_of(request.target, shape, rank)]
+        if any(i is None for region in wanted for i, *_ in Cutter(pieces).cut(region, spot)):
+            found.append(name)
+    return found
 
 
 def _flattened(node: Lazy, order: tuple[int, ...]) -> Lazy:

@@ -41,8 +41,11 @@ def whole(value: object) -> int | None:
 
 def _to_axes(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     pairs: list[tuple[Any, Any]] = []
-    given: Iterable[Any] = axes.items() if is_mapping(axes) else axes
-    for pair in given:
+    given: Any = axes.items() if is_mapping(axes) else axes
+    if not _is_listed(given):
+        raise SpecMismatch(f"Mesh: the axes are a mapping of names to sizes, like {{'dp': 2}}, not {axes!r}.")
+    every: Iterable[Any] = given
+    for pair in every:
         if not is_sequence(pair) or len(pair) != 2:
             raise SpecMismatch(f"Mesh: an axis is a name and a size, like ('dp', 2), not {pair!r}.")
         pairs.append((pair[0], pair[1]))
@@ -54,6 +57,10 @@ def _to_axes(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple
     if double := {name for name in names if names.count(name) > 1}:
         raise SpecMismatch(f"Mesh: axes that are named twice: {listing(double)}.")
     return tuple([(name, operator.index(size)) for name, size in pairs])
+
+
+def _is_listed(given: object) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, str)
 
 
 def _flat(ranks: Iterable[Any]) -> Iterator[Any]:
@@ -68,6 +75,8 @@ def _to_ranks(ranks: Iterable[Any] | None) -> tuple[int, ...]:
     """Flatten the ranks, which may be nested like the axes; none at all for the default."""
     if ranks is None:
         return ()
+    if not _is_listed(ranks):
+        raise SpecMismatch(f"Mesh: the ranks are a list of whole numbers, one for each coordinate, not {ranks!r}.")
     given = list(_flat(ranks))
     if odd := [rank for rank in given if (number := whole(rank)) is None or number < 0]:
         raise SpecMismatch(f"Mesh: ranks are whole numbers from 0 on; these are not: {listing(odd)}.")

@@ -105,4 +105,7 @@ class _Elsewhere:
 
     def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
         held = f"rank {self._ranks[0]}" if len(self._ranks) == 1 else f"ranks {listing(self._ranks)}"
-        raise FdsdError(f"A part of a tensor {self._spec} is held by {held}, and not here; give group=.")
+        raise FdsdError(
+            f"A part of a tensor {self._spec} is held by {held}, and not here; give group=. Where none is "
+            "taken, materialize(state, group=...) first."
+        )

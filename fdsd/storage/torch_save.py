@@ -132,8 +132,8 @@ def _write(aside: Path, path: Path, value: Any, durable: bool) -> None:
     file = aside / path.name
     try:
         aside.mkdir()
+        mode = mode_at(path)  # raises if a name is too long, of which torch.save does not always tell
         torch.save(value, file)
-        mode = mode_at(path)
         if mode is not None:
             with contextlib.suppress(OSError):
                 file.chmod(mode)

@@ -128,6 +128,7 @@ def plan(specs: Mapping[str, TensorSpec], source: Place, target: Place, ranks: l
     return {
         "tensors": len(specs),
         "structures": len(made.structures),
+        "ranks": len({*traffic.received, *traffic.sent}),
         "plan s": planned - start,
         "traffic s": counted - planned,
         "slowest program s": max(seconds),

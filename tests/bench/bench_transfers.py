@@ -1,11 +1,11 @@
 """Gathering, distributing and setting the state of sharded models beside torch, on real gloo ranks.
 
 ``python tests/bench/bench_transfers.py [gather] [load] [full] [optim] [--ranks 2 4] [--repeats 5] [--json PATH]``
-prints
-a table and JSON; ``tox -e bench`` collects it. Nothing here is a gate. Both run interleaved in the same processes, each
-between two barriers; seconds are medians of the slowest rank, and ``cpu`` those of the busiest one, which tell more
-where others use the machine. ``received`` counts the bytes that the busiest rank received, over those it needed;
-``extra`` is the most anonymous memory of any rank in a first run, over what it had before and the result, in MB.
+prints a table and JSON; ``tox -e bench`` collects it. Nothing here is a gate. Both run interleaved in the same
+processes, each between two barriers; seconds are medians of the slowest rank, and ``cpu`` those of the busiest one,
+which tell more where others use the machine. ``received`` counts the bytes that the busiest rank received, over those
+it needed; ``extra`` is the most anonymous memory of any rank in a first run, over what it had before and the result,
+in MB.
 """
 
 from __future__ import annotations
@@ -170,6 +170,22 @@ def bare(model: nn.Module) -> Callable[[], object]:
     return run
 
 
+def bare_cut(model: nn.Module, whole: dict[str, Any]) -> Callable[[], object]:
+    """The floor of cutting whole tensors: each rank copies its rows, which it has found before."""
+    pairs = []
+    for name, param in model.named_parameters():
+        local = param._local_tensor.detach()
+        rows = -(-param.shape[0] // dist.get_world_size())
+        first = rows * dist.get_rank()
+        pairs.append((local, whole[name][first : first + local.shape[0]]))
+
+    def run() -> None:
+        for local, part in pairs:
+            local.copy_(part)
+
+    return run
+
+
 def gather(model: nn.Module) -> dict[str, Callable[[], object]]:
     def run(module: Any) -> Callable[[], object]:
         options = module.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -196,7 +212,7 @@ def full(model: nn.Module) -> dict[str, Callable[[], object]]:
         how = module.StateDictOptions(full_state_dict=True)
         return lambda: module.set_model_state_dict(model, dict(whole), options=how)
 
-    return {"theirs": run(theirs), "ours": run(ours)}
+    return {"theirs": run(theirs), "ours": run(ours), "bare": bare_cut(model, whole)}
 
 
 def optim(model: nn.Module) -> dict[str, Callable[[], object]]:

@@ -5,21 +5,20 @@ Its loss has given gradients, so what training gives is known in one process and
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.helpers.audit_values import clean
 from tests.helpers.models import Counter
+from tests.helpers.parallelism import INNER
 from tests.helpers.sharded_models import dtensor, mesh_of
 
 __all__ = [
@@ -30,14 +29,9 @@ __all__ = [
     "Audited",
     "Kind",
     "build",
-    "case",
-    "clean",
     "kinds_of",
-    "local_values",
     "plain",
-    "same",
     "train",
-    "whole",
 ]
 
 FROZEN = ("frozen.first.weight", "frozen.again.weight")
@@ -80,8 +74,8 @@ class Unit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = Leaf(5, 7)
-        self.down = Leaf(7, 5)
+        self.up = Leaf(5, INNER)
+        self.down = Leaf(INNER, 5)
 
     forward = _given
 
@@ -301,59 +295,6 @@ def build(kind: Kind, salt: int = 0, *, device: str = "cpu", **options: Any) -> 
         return kind.wrap(plain(salt, **options))
 
 
-# -- what it holds ---------------------------------------------------------------------------------------------------
-
-
-_WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-
-
-def clean(name: str) -> str:
-    """Drop the segments of wrappers; the model has no submodules of their names."""
-    return _WRAPPERS.sub("", name)
-
-
-def whole(value: Any) -> Any:
-    """Give the whole tensor of a sharded one, by torch's own means. Collective."""
-    if hasattr(value, "full_tensor"):
-        return value.full_tensor()
-    if hasattr(value, "local_shards"):
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()])
-        metadata = value.metadata()  # asking the tensor itself warns
-        made = torch.full(tuple(metadata.size), -1, dtype=metadata.tensor_properties.dtype)
-        for offsets, part in [pair for pairs in parts for pair in pairs]:
-            made[tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))] = part
-        return made
-    return value
-
-
-def same(found: Any, expected: Any) -> None:
-    """Compare state dicts or values: names in order, dtypes, shapes and bits; what lies over ranks is gathered."""
-    if isinstance(expected, torch.Tensor):
-        mine, expected = whole(found), whole(expected)
-        assert isinstance(mine, torch.Tensor), type(mine)
-        assert (mine.dtype, mine.shape) == (expected.dtype, expected.shape)
-        assert torch.equal(mine, expected), f"{mine} is not {expected}"
-    elif isinstance(expected, Mapping):
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            with case(str(name)):
-                same(found[name], value)
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected)
-        for mine, theirs in zip(found, expected, strict=True):
-            same(mine, theirs)
-    else:
-        assert type(found) is type(expected) and found == expected
-
-
-def local_values(model: nn.Module) -> list[Any]:
-    """Copy what this rank holds of a model, with its extra state: equal lists mean that nothing has been written."""
-    tensors: Iterable[Any] = [*model.parameters(), *model.buffers()]
-    made: list[Any] = [getattr(t, "_local_tensor", t).detach().clone() for t in tensors]
-    return [*made, *[dict(m.note) if m.note else m.note for m in model.modules() if isinstance(m, Counter)]]
-
-
 # -- training it -----------------------------------------------------------------------------------------------------
 
 
@@ -401,15 +342,3 @@ def _put(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
             if hasattr(one, "placements"):
                 gradient = dtensor(gradient, one.device_mesh, list(one.placements))
             param.grad = gradient.to(param.dtype)
-
-
-# -- failing ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def case(*names: Any) -> Iterator[None]:
-    """Name the case in which something fails."""
-    try:
-        yield
-    except (Exception, pytest.fail.Exception) as error:
-        raise AssertionError(f"{', '.join(map(str, names))}: {type(error).__name__}: {error}") from error

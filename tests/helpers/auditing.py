@@ -10,7 +10,8 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import nn
 
-from tests.helpers.audited import Kind, case, kinds_of
+from tests.helpers.audit_values import case
+from tests.helpers.audited import Kind, kinds_of
 from tests.helpers.ranks import RankFailure, run_ranks
 
 __all__ = ["Audit", "Check", "group", "num_ranks"]
@@ -89,5 +90,5 @@ class Audit:
 
 def _run(checks: Sequence[Check], n: int) -> list[dict[Check, Any]]:
     torch.compile(nn.Identity(), backend="eager")  # its imports, once for all ranks
-    found = run_ranks(lambda rank: [check.of_all_kinds(rank, n) for check in checks], n, timeout=200)
+    found = run_ranks(lambda rank: [check.of_all_kinds(rank, n) for check in checks], n, timeout=60)
     return [dict(zip(checks, told, strict=True)) for told in found]

@@ -24,6 +24,7 @@ __all__ = [
     "fsdp_over_tp",
     "local_box",
     "local_tensor",
+    "reads_orders",
 ]
 
 Shape = tuple[int, ...]
@@ -48,6 +49,14 @@ class _Mesh:
         return self._sizes[axis]
 
 
+_order: Any = getattr(_utils, "_explicit_order_placements", None)
+
+
+def reads_orders() -> bool:
+    """Tell whether this torch takes a strided shard for an order of axes, as 2.9 does, and not for so many parts."""
+    return _order is not None
+
+
 def local_box(
     shape: Shape, sizes: Shape, coordinate: Shape, placements: Sequence[Placement]
 ) -> tuple[Shape, Shape | None] | None:
@@ -56,6 +65,13 @@ def local_box(
     The place of an empty shard says nothing. Older versions know strided shards of even sizes only.
     """
     plain: Any = getattr(_utils, "_compute_local_shape_and_global_offset", None)
+    if _order is not None:
+        try:
+            told = _order(sizes, placements)
+        except RuntimeError:
+            return None
+        if len(told) < len(placements):  # strided shards that no axis explains are forgotten
+            return None
     try:
         if plain is not None and list(inspect.signature(plain).parameters)[1] == "mesh_shape":
             local, offset = plain(shape, sizes, list(coordinate), placements)

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["FORWARD", "META", "WAYS", "Mlp", "Way", "build", "mesh_of", "num_ranks", "step"]
+__all__ = ["FORWARD", "INNER", "META", "WAYS", "Mlp", "Way", "build", "mesh_of", "num_ranks", "step"]
 
 FORWARD = torch.__version__ >= (2, 7)
 """Whether FSDP2 runs on the CPU: torch 2.6 cannot."""
+
+INNER = 7 if torch.__version__ >= (2, 7) else 8
+"""Rows that tensor parallelism cuts, and FSDP2 again: torch 2.6 wants them to be divided by all ranks."""
 
 Way = Callable[[Any], Any]
 
@@ -140,10 +143,12 @@ def num_ranks(way: str) -> int:
 
 def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """Step an optimizer by gradients that depend on the parameters and a seed alone, without running the model."""
-    for parameter in model.parameters():
-        if parameter.numel():  # FSDP1 gives none where a rank has nothing of a parameter
-            parameter.grad = parameter.detach() * seed - 0.25
-    optimizer.step()
+    with warnings.catch_warnings():  # torch 2.9 warns of tensors that its DTensors make to find layouts, now and then
+        warnings.filterwarnings("ignore", message="Deallocating Tensor that still has live PyObject")
+        for parameter in model.parameters():
+            if parameter.numel():  # FSDP1 gives none where a rank has nothing of a parameter
+                parameter.grad = parameter.detach() * seed - 0.25
+        optimizer.step()
 
 
 def build(way: str, seed: int = 0, *, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:

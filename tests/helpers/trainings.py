@@ -192,9 +192,12 @@ def keeps_state(optimizer: Optimizer) -> bool:
 
 
 def lacks_state(optimizers: Iterable[Optimizer]) -> bool:
-    """Whether a strict load refuses the state: something trains, and has none, where others of its optimizer have."""
+    """Whether a strict load refuses the state: something trains, and has none, where others of its optimizer have.
+
+    A parameter of which FSDP1 has put nothing on this rank has no state here.
+    """
     return any(
-        p.requires_grad and not optimizer.state.get(p)
+        p.requires_grad and p.numel() and not optimizer.state.get(p)
         for optimizer in optimizers
         if optimizer.state and keeps_state(optimizer)
         for group in optimizer.param_groups

@@ -117,7 +117,6 @@ def fresh_or_used(training: Training, used: bool) -> Run:
     return model, optimizers
 
 
-@pytest.mark.xfail(strict=False, reason="open: counterexamples are known")
 @given(trainings(own_format=False), st.sampled_from(OPTIONS), st.booleans(), st.booleans())
 def test_setting_what_was_got_leaves_training_bit_identical(
     training: Training, options: StateDictOptions, together: bool, used: bool

@@ -312,6 +312,43 @@ def test_streams() -> None:
     assert all(before == after > 0 for before, after in run_ranks(all_streams, 3, timeout=120))
 
 
+# -- ranks that differ in what they ask for ----------------------------------------------------------------------------
+
+
+def out_of_step(rank: int, folder: str) -> list[str]:
+    """Budgets may differ; calls may not, and afterwards the ranks work together as ever."""
+    whole = {f"w{i}": torch.arange(20_000.0) + i for i in range(6)}
+    mine = {name: x for i, (name, x) in enumerate(whole.items()) if i // 3 == rank}
+    budget = ["1KB", "100MB"][rank]
+    same(fdsd.materialize(mine, group=world(), budget=budget if rank == 0 else None), whole)
+    same(dict(fdsd.stream(mine, group=world(), budget=budget)), whole)
+    path = Path(folder) / "m.safetensors"
+    fdsd.save(mine, path, group=world(), budget=budget)
+    if rank == 0:
+        same(fdsd.materialize(fdsd.open(path)), whole)
+
+    def side_by_side() -> None:
+        two = [fdsd.stream(mine, to=0, group=world(), budget="100KB") for _ in range(2)]
+        for _ in zip(*two, strict=True):
+            pass
+
+    told = [
+        refused(side_by_side),
+        refused(lambda: dict(fdsd.stream(mine, group=world())) if rank else fdsd.materialize(mine, group=world())),
+        refused(lambda: fdsd.save(mine, path.with_suffix([".safetensors", ".pt"][rank]), group=world())),
+    ]
+    same(fdsd.materialize(mine, group=world()), whole)
+    return told
+
+
+def test_ranks_that_differ_in_what_they_ask_for(tmp_path: Path) -> None:
+    first, second = run_ranks(out_of_step, 2, str(tmp_path))
+    assert first == second
+    parts = ["rank 1: stream(to=0), number", "rank 0: materialize; rank 1: stream", "format is 'safetensors' on rank 0"]
+    for text, part in zip(first, parts, strict=True):
+        assert text.startswith("RankDisagreement") and part in text, text
+
+
 # -- dead ranks --------------------------------------------------------------------------------------------------------
 
 

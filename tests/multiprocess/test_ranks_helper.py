@@ -158,6 +158,7 @@ def test_hanging_ranks_are_killed_and_show_their_stacks(tmp_path: Path) -> None:
 
 def test_ranks_that_hang_after_a_failure_are_not_waited_for_long() -> None:
     def fails(rank: int) -> None:
+        dist.barrier()  # a rank that is still joining would see the store of rank 0 go
         if rank == 0:
             raise ValueError("alone")
         time.sleep(1000)

@@ -133,7 +133,6 @@ def hold(rank: int, sample: list[Case], folder: str) -> None:
             raise
 
 
-@pytest.mark.xfail(strict=False, reason="open: FSDP1 with partial or nested state")
 @pytest.mark.parametrize("way, n", cases(_EACH), ids=str)
 def test_training_goes_on_bit_by_bit(way: str, n: int, tmp_path: Path) -> None:
     run_ranks(hold, n, cases(_EACH)[way, n], str(tmp_path), timeout=240)

@@ -2,7 +2,8 @@
 
 One thing is told twice in torch: ``_StridedShard``. What FSDP2 holds over tensor parallelism is the dim cut by the
 tensor-parallel axis first; what DTensor's arithmetic says of its placements is that, but for some uneven sizes (7 or 19
-rows over 3 x 2). A layout says what the ranks hold; ``Shard(dim, parts=...)`` says what the arithmetic says.
+rows over 3 x 2). A layout says what the ranks hold; ``Shard(dim, parts=...)`` says what the arithmetic says. That of
+torch 2.9 says what the ranks hold too.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def test_strided_shards(case: tuple[int, Shape]) -> None:
     read = Layout(mesh_of(sizes), placements)
     literal = Layout(mesh_of(sizes), [Shard(0, parts=sizes[1]), Shard(0)])
     assert read == Layout(mesh_of(sizes), [Shard(0), Shard(0)], order=["b", "a"])
-    check_boxes(literal, (size, 2), placements)
+    check_boxes(read if torchs.reads_orders() else literal, (size, 2), placements)
     same = all(read.regions((size, 2), c) == literal.regions((size, 2), c) for c in read.mesh.coordinates())
     if same:
         check_boxes(read, (size, 2), placements)
@@ -113,7 +114,10 @@ def test_strided_shards_disagree_rarely() -> None:
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_a_factor_without_an_axis_is_parts(parts: int) -> None:
-    """A strided shard that no axis explains is a fused tensor: that many parts, each sharded by itself."""
+    """A strided shard that no axis explains is a fused tensor: that many parts, each sharded by itself.
+
+    Where torch reads orders, it cuts uneven sizes in a way that is neither.
+    """
     theirs = [torchs.StridedShard(0, parts)]
     layout = Layout(Mesh({"a": 4}), theirs)
     assert layout.placements == (Shard(0, parts=parts),)
@@ -121,7 +125,7 @@ def test_a_factor_without_an_axis_is_parts(parts: int) -> None:
         check_boxes(layout, (size,), theirs)
         for rank in range(4):
             tensor = torch.arange(size)
-            if not torchs.cuts_locally():
+            if not torchs.cuts_locally() or (torchs.reads_orders() and size % (4 * parts)):
                 continue
             assert torch.equal(torchs.local_tensor(tensor, (4,), rank, theirs), local_of(tensor, layout, rank))
 

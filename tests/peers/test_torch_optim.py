@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fdsd.data.columns import Item
 from fdsd.data.flat_optim import flatten, unflatten
 from fdsd.data.optim import OptimState
 
@@ -151,7 +152,7 @@ def test_lbfgs(steps: int) -> None:
     names = [name for name, _ in net.named_parameters()]
     state = OptimState.from_torch(osd, names)
     assert same_objects(state.to_torch(ids=True), osd)
-    assert ("old_dirs" in state.slots) is (steps > 0)
+    assert (("old_dirs", Item(0)) in state.slots) is (steps > 0)
 
     twin = copy.deepcopy(net)
     other = make(twin)

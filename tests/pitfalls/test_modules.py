@@ -27,7 +27,8 @@ from torch.distributed.checkpoint import state_dict as peer
 
 import fdsd
 from fdsd.compat.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from tests.helpers.audited import KINDS, Kind, build, kinds_of, plain, same
+from tests.helpers.audit_values import same
+from tests.helpers.audited import KINDS, Kind, build, kinds_of, plain
 
 FULL = StateDictOptions(full_state_dict=True)
 WRAPS: dict[str, Any] = {

@@ -3,7 +3,8 @@
 * ``python``: runs, in one namespace. With ``file=NAME`` it is written to that file instead. Tests that it defines
   are called.
 * ``text``: what the block before it printed.
-* ``console``: each line that begins with ``$`` runs; the lines below it are what it printed.
+* ``console``: each line that begins with ``$`` runs; the lines below it are what it printed. Those of ``train.py`` are
+  left out where torch cannot run FSDP2 on the CPU, which they do.
 * ``sh``: the commands that set up a machine; they are compared, since a test cannot run them.
 """
 
@@ -24,6 +25,7 @@ import pytest
 from attrs import frozen
 
 from fdsd.cli.main import main
+from tests.helpers.parallelism import FORWARD
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -71,7 +73,8 @@ def on_ranks(argv: list[str]) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port()), *argv]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    lines = ran.stdout.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo] "))  # of which some versions of torch tell
 
 
 def free_port() -> int:
@@ -99,6 +102,8 @@ def test_every_block_runs_and_prints_what_it_says(
         elif block.language == "console":
             for (program, *argv), output in commands(block):
                 if program == "torchrun":
+                    if "train.py" in argv and not FORWARD:
+                        continue
                     assert on_ranks(argv) == output, f"README.md, line {block.line}: {argv}"
                     continue
                 assert program == "fdsd"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import struct
 
+import torch
+
 
 def tensor(dtype: str = "F32", shape: str = "[2]", offsets: str = "[0,8]") -> str:
     return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
@@ -100,6 +102,9 @@ STRICTER = {
     "sizes that torch cannot hold": "the library fails when the tensor is asked for",
 }
 
+LATER = {"F4": "float4_e2m1fn_x2", "F8_E8M0": "float8_e8m0fnu"}
+"""Dtypes of the format that came to torch late: a file of them is fine, but an old torch has no tensor for it."""
+
 FINE: dict[str, tuple[str, int]] = {
     "nothing": ("{}", 0),
     "one tensor": (one(), 8),
@@ -118,6 +123,16 @@ FINE: dict[str, tuple[str, int]] = {
     "4 bits": (one(dtype="F4", shape="[2,4]", offsets="[0,4]"), 4),
     "a large size beside 0": (one(shape="[9223372036854775807,0]", offsets="[0,0]"), 0),
 }
+
+
+def absent() -> set[str]:
+    """Give the dtypes of the format that this torch lacks."""
+    return {code for code, name in LATER.items() if not hasattr(torch, name)}
+
+
+def lacks(case: str) -> bool:
+    """Whether this torch lacks the dtype of a file that is fine."""
+    return any(f'"{code}"' in FINE[case][0] for code in absent())
 
 
 def build(header: str | bytes, data: int, length: int | None = None) -> bytes:

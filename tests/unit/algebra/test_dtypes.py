@@ -36,6 +36,7 @@ def test_movable_keeps_size_and_bytes(dtype: torch.dtype) -> None:
     assert same_bytes(movable(x).view(dtype), x)
 
 
+@pytest.mark.filterwarnings("ignore:.*support is experimental:UserWarning")
 def test_every_dtype_of_torch_is_moved_or_refused_by_name() -> None:
     known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     quantized = {d for d in known if name_of(d).startswith(("qint", "quint"))}

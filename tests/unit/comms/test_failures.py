@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -94,11 +96,12 @@ class Broken:
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
+        self.released = Event()
 
     def add(self, *_: Any) -> int:
         if self.error is None:
-            time.sleep(4)
-            return 1
+            self.released.wait(60)
+            raise dist.DistNetworkError("failed to recv, got 0 bytes")
         raise self.error
 
     append: Any = add
@@ -114,10 +117,16 @@ def test_a_store_that_is_gone() -> None:
 
 
 def test_a_store_that_does_not_answer() -> None:
+    store = Broken(None)
+    before = set(threading.enumerate())
     start = time.monotonic()
-    found = ask_around(Broken(None), "group", 1, [0, 1])
+    found = ask_around(store, "group", 1, [0, 1])
     assert found == Inquiry({1}, "the store of the process group does not answer")
     assert time.monotonic() - start < 3
+    (waiting,) = set(threading.enumerate()) - before
+    store.released.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 def test_no_store() -> None:

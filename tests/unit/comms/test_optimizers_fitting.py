@@ -224,7 +224,7 @@ def test_all_problems_are_told_at_once() -> None:
     }
     wrong = OptimState(slots, [ParamGroup(("weight", "odd"), {"lr": 0.1})])
     kinds = [problem.kind for problem in check_write(wrong, modules, adam)]
-    assert kinds == ["missing", "unexpected", "spec"]
+    assert kinds == ["missing", "missing", "unexpected", "spec"]  # bias; a slot of weight; odd; a shape
     assert check_write(state, modules, adam) == []
 
 

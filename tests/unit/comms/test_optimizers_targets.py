@@ -15,6 +15,7 @@ from fdsd.comms.optimizer_probe import fresh_copy
 from fdsd.comms.optimizer_targets import slot_targets
 from fdsd.comms.optimizer_writing import write_optimizers
 from fdsd.comms.optimizers import read_optimizers
+from fdsd.data.columns import Item
 from fdsd.data.spec import TensorSpec, spec_of
 from tests.helpers.optimizers import CASES, OwnFormat, Setup, by_name, setups, told_optimizer, train
 
@@ -122,12 +123,25 @@ def test_a_live_tensor_of_another_shape_is_no_target() -> None:
     assert target.memory is None and target.spec.shape == (5,)
 
 
+def test_items_of_a_list_are_targets_of_their_own() -> None:
+    model = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = [torch.zeros(1), torch.zeros(1, 2)]
+    sgd.state[model.bias]["list"] = live
+    state = OptimState({"list": {"bias": [torch.ones(1), torch.ones(3), torch.ones(1)]}})
+    targets = slot_targets(read_modules(model), sgd, state)
+    first, other, more = [targets[("list", Item(i)), "bias"] for i in range(3)]
+    assert first.memory is not None and first.memory.data_ptr() == live[0].data_ptr()
+    assert other.memory is None and other.spec.shape == (3,)
+    assert more.memory is None and more.spec.shape == (1,)
+
+
 def test_other_values_and_names_have_none() -> None:
     model = nn.Linear(2, 1)
     adam = torch.optim.Adam(model.parameters())
     slots = {
         "step": {"weight": 3, "old": torch.ones(1)},
-        "list": {"bias": [torch.ones(1)]},
+        "list": {"bias": [1.0]},
         "global": {"mean": torch.ones(2)},
     }
     assert slot_targets(read_modules(model), adam, OptimState(slots)) == {}

@@ -671,3 +671,37 @@ class TestHooks:
         target = Own(2, 3)
         set_model_state_dict(target, nn.Linear(2, 3).state_dict())
         assert target.called == 1
+
+    def test_extra_state_that_is_refused_changes_nothing(self) -> None:
+        class Refusing(Extra):
+            def set_extra_state(self, state: Any) -> None:
+                if state == {"salt": 9}:
+                    raise ValueError("no nines")
+                super().set_extra_state(state)
+
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = Extra(2, 2), Refusing(2, 2)
+
+        target, source = Two(), Two()
+        target.first.state, target.second.state = "old", {"salt": 1}
+        source.first.state, source.second.state = "new", {"salt": 9}
+        before = [(one.state, one.weight.tolist()) for one in (target.first, target.second)]
+        with pytest.raises(ValueError, match="no nines"):
+            set_model_state_dict(target, source.state_dict())
+        assert [(one.state, one.weight.tolist()) for one in (target.first, target.second)] == before
+
+    def test_only_what_is_given_reaches_code_that_completes_the_rest(self) -> None:
+        class Completing(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w, self.scale = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+            def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+                state_dict.setdefault(prefix + "scale", torch.full((2,), 3.0))
+                super()._load_from_state_dict(state_dict, prefix, *args)
+
+        target = nn.Sequential(Completing())
+        assert set_model_state_dict(target, {"0.w": torch.ones(2)}).missing_keys == []
+        assert [p.tolist() for p in target.parameters()] == [[1, 1], [3, 3]]

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fdsd.comms.kinds import Once
 from fdsd.compat import _cpu_memory as memory
 from fdsd.compat._state_dict_utils import (
     CompanionMismatch,
@@ -279,7 +280,7 @@ def test_tied_tensors_are_moved_once() -> None:
         moved.append(x.numel())
         return x.clone()
 
-    once = memory.Once(move)
+    once = Once(move)
     w = torch.ones(4)
     results = [once(w), once(torch.nn.Parameter(w)), once(w[:2]), once(w.view(2, 2)), once(torch.ones(4))]
     assert results[0] is results[1]

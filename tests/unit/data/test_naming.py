@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -28,6 +29,11 @@ def moe_names() -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------- nearest
+
+
+def test_what_is_no_text_is_like_no_name() -> None:
+    odd: Any = ["ab", 1, ("a", "b"), "xyz"]
+    assert nearest("abc", odd) == ["ab"] and nearest(odd[1], odd) == []
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_what_cannot_be_described_is_named_at_once() -> None:
         describe(model)
 
 
+def test_what_has_no_shape_yet_is_not_captured() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(1, 1))
+    with pytest.raises(Unsupported, match=r"capture: '0\.bias', '0\.weight' are uninitialized.*Run the module once"):
+        capture(model)
+    model[0](torch.ones(1, 2))
+    assert list(capture(model[0]).model) == ["weight", "bias"]
+
+
 def test_a_meta_model_is_described() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 3)

@@ -271,6 +271,21 @@ def test_layouts_over_ranks_outside_of_the_group() -> None:
     assert "'t0' (float32[6]): no rank of the group holds" in str(errors[0])
 
 
+def test_layouts_that_differ_by_rank_are_told_where_elements_are_missing() -> None:
+    tensors = different(1, 4, 6)
+    layouts = [rows(2), Layout(Mesh({"dp": 2}), [Shard(1)])]
+
+    def rank_of(world: MemoryWorld) -> None:
+        lazy = sources(tensors, layouts[world.rank], world.rank)
+        plan_delivery({n: Request(x) for n, x in lazy.items()}, world)
+
+    errors = errors_of(rank_of, 2)
+    assert {type(error) for error in errors} == {RankDisagreement}
+    (text,) = {str(error) for error in errors}
+    assert text.startswith("'t0' (float32[4, 6]): no rank of the group holds 6 elements of it")
+    assert f"different layouts of it (rank 0: {layouts[0]}; rank 1: {layouts[1]})" in text
+
+
 def test_an_error_before_is_the_error_of_all() -> None:
     def rank_of(world: MemoryWorld) -> None:
         error = SpecMismatch("a bad argument") if world.rank == 1 else None
@@ -302,21 +317,31 @@ def test_memory_of_another_shape_is_told_before_anything_is_written() -> None:
 
 
 def test_functions_that_cannot_be_pickled() -> None:
-    """They matter only if expressions have to travel."""
+    """They matter only if the very expression has to travel: other names that differ, or their order, do not."""
+    lasts = [torch.ones(1), torch.arange(1.0, 5.0)]
 
-    def rank_of(world: MemoryWorld, uneven: bool) -> dict[str, torch.Tensor]:
-        x = sources({"x": torch.arange(4.0)}, rows(2), world.rank)["x"]
-        node = apply(Call(lambda a: a + 1, (TensorSpec((4,), F32),)), x)
-        requests = {"w": Request(node)}
-        if uneven and world.rank:
+    def rank_of(world: MemoryWorld, uneven: str) -> dict[str, torch.Tensor]:
+        x = sources({"x": torch.arange(4.0)}, only(0) if uneven == "lacks" else rows(2), world.rank)["x"]
+        requests = {"w": Request(apply(Call(lambda a: a + 1, (TensorSpec((4,), F32),)), x))}
+        if world.rank and uneven == "has more":
             requests = {"v": Request(defer_leaf(torch.ones(1))), **requests}
+        if world.rank and uneven == "lacks":
+            requests = {}
+        if uneven == "order":
+            requests["v"] = Request(defer_leaf(torch.ones(1)))
+            requests = {n: requests[n] for n in (["w", "v"] if world.rank else ["v", "w"])}
         return got(plan_delivery(requests, world))
 
-    for found in run_world(lambda world: rank_of(world, False), 2):
+    for found in run_world(lambda world: rank_of(world, "no"), 2):
         assert same(found, {"w": torch.arange(1.0, 5.0)})
-    errors = errors_of(lambda world: rank_of(world, True), 2)
+    for found in run_world(lambda world: rank_of(world, "has more"), 2):
+        assert same(found, dict(zip(["w", "v"], lasts[::-1], strict=True)))
+    for found in run_world(lambda world: rank_of(world, "order"), 2):
+        assert same(found, dict(zip(["v", "w"], lasts, strict=True)))
+    errors = errors_of(lambda world: rank_of(world, "lacks"), 2)
     assert {type(error) for error in errors} == {Unsupported}
-    assert "cannot be pickled" in str(errors[0])
+    assert len({str(error) for error in errors}) == 1
+    assert "'w'" in str(errors[0]) and "cannot be pickled" in str(errors[0])
 
 
 def test_ranks_that_do_not_know_a_computed_tensor_get_it() -> None:

@@ -165,6 +165,30 @@ def test_sharded_tensors_stay_sharded() -> None:
     assert materialize({"lazy": kept["lazy"]})["lazy"].tolist() == [5, 6, 7]
 
 
+@pytest.mark.parametrize("of", ["shards", "whole", "lazy"])
+def test_tied_sharded_tensors_stay_tied(of: str) -> None:
+    layout = Layout(Mesh({"dp": 2}), [Shard(0)])
+    spec = TensorSpec((3,), torch.int64)
+    whole = torch.tensor([5, 6, 7])
+    leaf = {
+        "shards": Sharded(spec, layout, shards={0: whole[:2], 1: whole[2:]}),
+        "whole": Sharded(spec, layout, whole=whole),
+        "lazy": Sharded(spec, layout, whole=defer({"x": whole})["x"]),
+    }[of]
+    other = Sharded(spec, layout, shards={0: torch.tensor([1, 2]), 1: torch.tensor([3])})
+    kept = snapshot({"a": leaf, "b": leaf, "c": other})
+    assert kept["a"] is kept["b"] is not leaf and kept["c"] is not kept["a"]
+    ruin({"whole": whole})
+    read = materialize({name: leaf.whole() for name, leaf in kept.items()})
+    assert [read[name].tolist() for name in "ac"] == [[5, 6, 7], [1, 2, 3]]
+    assert ties(kept) == ties({"a": leaf, "b": leaf, "c": other}) == [("a", "b")]
+
+
+def test_the_meta_device_is_no_place_for_a_copy() -> None:
+    with pytest.raises(Unsupported, match=r"snapshot: the meta device holds no data.*specs\(\)"):
+        snapshot({"w": torch.ones(2)}, device="meta")
+
+
 def test_what_has_no_data_is_named() -> None:
     state = {
         "spec": TensorSpec((2,), torch.float32),

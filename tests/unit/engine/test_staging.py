@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ class Slow:
     def copy(self, outs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for out, source in zip(outs, sources, strict=True):
             self.begun += 1
-            self.queue.append(lambda out=out, source=source: out.copy_(source))
+            self.queue.append(partial(out.copy_, source))
 
     def mark(self, device: torch.device) -> SlowMark:
         return SlowMark(self, list(self.queue))
@@ -114,7 +115,9 @@ def test_deliveries_wait_for_accelerators(limits: Limits, is_out_far: bool) -> N
         layer = Slow()
         source = shard(tensors, dict.fromkeys(tensors, layout), world.rank)
         for name in tensors:
-            layer.far(source.local(name))
+            local = source.local(name)
+            assert local is not None
+            layer.far(local)
         outs = {name: torch.zeros(7, 1) for name in tensors}
         if is_out_far:
             outs = {name: layer.far(out) for name, out in outs.items()}

@@ -6,18 +6,30 @@ The one place that tells DTensor and ShardedTensor from plain tensors, and that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
-from fdsd.comms.dtensors import local_of_dtensor, make_like
+from fdsd.comms.dtensors import local_of_dtensor, make_like, same_placements
 from fdsd.data.spec import TensorSpec, known_spec
+from fdsd.data.ties import tie_key
 
-__all__ = ["is_dtensor", "is_sharded_tensor", "kind_of", "misfit", "parts_of", "spec_of_kind", "with_parts"]
+__all__ = [
+    "Once",
+    "is_dtensor",
+    "is_sharded_tensor",
+    "kind_of",
+    "misfit",
+    "parts_of",
+    "reduced",
+    "spec_of_kind",
+    "with_parts",
+]
 
 
 def is_dtensor(value: object) -> bool:
@@ -120,7 +132,44 @@ def misfit(source: Any, target: Any) -> str | None:
     if kind is DTensor:
         mesh, theirs_mesh = source.device_mesh, target.device_mesh
         same_mesh = mesh == theirs_mesh or torch.equal(mesh.mesh, theirs_mesh.mesh)
-        if not same_mesh or source.placements != target.placements:
+        if not same_mesh or not same_placements(source.placements, target.placements):
             return f"it lies as {source.placements} against {target.placements}, or over other ranks"
     shapes = [[tuple(part.shape) for part in parts] for parts in (ours, theirs)]
     return None if shapes[0] == shapes[1] else f"the local parts have the shapes {shapes[0]} against {shapes[1]}"
+
+
+def reduced(tensor: Any) -> Any:
+    """Add up partial sums of a DTensor, which are values yet to be computed, by torch's own means."""
+    whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.detach().redistribute(placements=whole)
+
+
+class Once:
+    """Changes tensors, tied ones once, so that what was tied stays tied.
+
+    >>> w = torch.ones(2)
+    >>> once = Once(torch.clone)
+    >>> once(w) is once(w)
+    True
+    """
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+        self._made: dict[Hashable, Any] = {}
+        self._alive: list[Any] = []
+
+    def __call__(self, tensor: Any) -> Any:
+        """Give the changed tensor; one of a lazy module that has not run, which has no elements yet, as it is."""
+        if is_lazy(tensor):
+            return tensor
+        key = tuple([tie_key(part) for part in parts_of(tensor)])
+        if not key or None in key:
+            return self._change(tensor)
+        whole = (kind_of(tensor), spec_of_kind(tensor), key)  # one shard may be that of different wholes
+        if whole not in self._made:
+            made = self._change(tensor)
+            if made is tensor:
+                return tensor
+            self._made[whole] = made
+            self._alive.append(tensor)  # keys hold ids, which must not be used again
+        return self._made[whole]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from fdsd.algebra.apply import defer_leaf
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
-from fdsd.compat._cpu_memory import Once
-from fdsd.compat._kinds import is_dtensor, is_sharded_tensor, parts_of, spec_of_kind
-from fdsd.compat._worlds import world_over
+from fdsd.comms.kinds import Once, is_dtensor, is_sharded_tensor, parts_of, reduced, spec_of_kind
+from fdsd.comms.worlds import members_of
 from fdsd.data.errors import FdsdError, add_note
 from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import tie_key
-from fdsd.engine.delivery import plan_delivery
+from fdsd.engine.meetings import Meetings
 from fdsd.engine.request import Request
 from fdsd.layout.pieces import Pieces
 
@@ -75,9 +73,9 @@ class _Places:
                 self._known[key] = mesh, self._of_mesh(mesh, tensor.placements)
             return self._known[key][1]
         parts = parts_of(tensor)
-        members = dist.get_process_group_ranks(tensor._process_group if self.group is None else self.group)
+        members = members_of(tensor._process_group if self.group is None else self.group)
         own = parts[0].device if parts else self.spare or torch.device("cpu")
-        return _Where(tuple(sorted(members)), self.device or own, False)
+        return _Where(members, self.device or own, False)
 
     def _of_mesh(self, mesh: Any, placements: Any) -> _Where:
         ranks = tuple(sorted(map(int, mesh.mesh.flatten().tolist())))
@@ -131,15 +129,8 @@ def gathered(
         except FdsdError as found:
             add_note(found, f"of {name!r}")
             error = error or found
-    for ranks, requests, target in gathering.meetings():
-        world = world_over(frozenset(ranks))
-        try:
-            delivery = plan_delivery(requests, world, device=target, error=error, rank=this_rank())
-            made.update(delivery.run())
-        except Exception as found:  # told in the other meetings too: nobody waits there
-            error = error or found
-    if error is not None:
-        raise error
+    meetings = gathering.meetings
+    made.update(meetings.run(meetings.collective, device=gathering.device, error=error))
     return made
 
 
@@ -153,10 +144,12 @@ class _Gathering:
     """Makes requests, by the ranks that meet; tied tensors share the expression, and so the result."""
 
     def __init__(self, wanting: frozenset[int] | None, wants: bool) -> None:
-        self._asked: dict[tuple[int, ...], dict[str, tuple[Request, torch.device]]] = {}
+        self.meetings = Meetings()
+        self.device: torch.device | None = None
         self._wanting = wanting
         self._wants = wants
         self._nodes: dict[Hashable, Lazy] = {}
+        self._outs: dict[int, torch.Tensor] = {}
         self._targets: dict[Hashable, Pieces] = {}
 
     def add(self, name: str, tensor: Any, spec: TensorSpec, where: _Where, shared: Container[int]) -> None:
@@ -167,41 +160,22 @@ class _Gathering:
             key = tuple([tie_key(part) for part in parts]), spec, where.ranks
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = defer_leaf(_reduced(tensor) if where.is_partial else tensor)
+            node = self._nodes[key] = defer_leaf(reduced(tensor) if where.is_partial else tensor)
         target = None if self._wanting is None else self._whole(node.shape, where.ranks, self._wanting)
-        self._asked.setdefault(where.ranks, {})[name] = Request(node, target, False), where.device
+        out = self._out(node, where.device) if self._wants else None
+        self.meetings.add(name, Request(node, target, False, out), where.ranks)
+
+    def _out(self, node: Lazy, device: torch.device) -> torch.Tensor | None:
+        """Give memory on a device other than that of the first tensor, for which memory need not be made before."""
+        if self.device is None:
+            self.device = device
+        if device == self.device:
+            return None
+        if id(node) not in self._outs:
+            self._outs[id(node)] = torch.empty(node.shape, dtype=node.dtype, device=device)
+        return self._outs[id(node)]
 
     def _whole(self, shape: tuple[int, ...], ranks: tuple[int, ...], wanting: frozenset[int]) -> Pieces:
         if (shape, ranks) not in self._targets:
             self._targets[shape, ranks] = Pieces.whole(shape, wanting.intersection(ranks))
         return self._targets[shape, ranks]
-
-    def meetings(self) -> Iterator[tuple[tuple[int, ...], dict[str, Request], torch.device | None]]:
-        """Give the meetings, each two of a rank's in the same order on every rank, and where results are made."""
-        for ranks in sorted(self._asked):
-            asked = self._asked[ranks]
-            devices = {device for _, device in asked.values()}
-            if len(devices) > 1 and self._wants:
-                yield ranks, self._with_memory(asked), None
-            else:
-                yield ranks, {name: request for name, (request, _) in asked.items()}, devices.pop()
-
-    def _with_memory(self, asked: Mapping[str, tuple[Request, torch.device]]) -> dict[str, Request]:
-        """Give each request memory on its own device."""
-        outs: dict[int, torch.Tensor] = {}
-        made: dict[str, Request] = {}
-        for name, (request, device) in asked.items():
-            node = request.node
-            assert node is not None
-            if id(node) not in outs:
-                outs[id(node)] = torch.empty(node.shape, dtype=node.dtype, device=device)
-            made[name] = evolve(request, out=outs[id(node)])
-        return made
-
-
-def _reduced(tensor: Any) -> Any:
-    """Add up partial sums of a DTensor, which are values yet to be computed, by torch's own means."""
-    from torch.distributed.tensor import Replicate
-
-    whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.detach().redistribute(placements=whole)

@@ -12,41 +12,56 @@ import torch
 from attrs import define, field
 
 from fdsd.algebra.apply import defer_leaf
+from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Lazy
+from fdsd.algebra.ops.leaves import Origin
 from fdsd.comms.alone import this_rank
 from fdsd.comms.live import Modules
 from fdsd.comms.modules import is_dtensor, layout_of
-from fdsd.compat._group import has_group, placements_in, ranks_of
-from fdsd.compat._options import StateDictOptions
-from fdsd.compat._worlds import world_over
+from fdsd.comms.worlds import Meeting, every_rank, world_over
 from fdsd.engine.delivery import plan_delivery
+from fdsd.engine.overwriting import placement_of
 from fdsd.engine.request import Request
+from fdsd.layout.layout import Layout
+from fdsd.layout.placed import Placement
 from fdsd.layout.wants import Target
 
-__all__ = ["Meeting", "Meetings", "every_rank", "meetings_of"]
-
-Meeting = tuple[int, ...]
-"""The ranks that meet, ascending."""
+__all__ = ["Meetings", "meetings_of", "ranks_of"]
 
 
-def every_rank() -> Meeting:
-    """Give all ranks of the default process group.
+def ranks_of(placements: Iterable[Placement | None]) -> frozenset[int]:
+    """Give the ranks that hold something of tensors that lie over ranks.
 
-    >>> every_rank()
-    (0,)
+    >>> from fdsd.layout.mesh import Mesh
+    >>> from fdsd.layout.placement import Shard
+    >>> sorted(ranks_of([None, Layout(Mesh({"dp": 2}), [Shard(0)])]))
+    [0, 1]
     """
-    return tuple(range(torch.distributed.get_world_size())) if has_group() else (0,)
+    found: set[int] = set()
+    for placement in {id(placement): placement for placement in placements}.values():
+        if isinstance(placement, Layout):
+            found.update(placement.mesh.ranks)
+        elif placement is not None:
+            found.update(rank for ranks in placement.ranks for rank in ranks)
+    return frozenset(found)
 
 
-def meetings_of(modules: Modules, values: Iterable[Any], options: StateDictOptions) -> list[Meeting]:
-    """Give the meetings of a load: all ranks, if rank 0 gives for all; else the ranks over which tensors lie.
+def _placements_in(node: Lazy) -> list[Placement]:
+    """Say how the source tensors of an expression lie over ranks; nothing of those that do not."""
+    origins = [each.op for each in (walk([node]) if node.inputs else (node,)) if isinstance(each.op, Origin)]
+    found = [placement_of(origin) for origin in origins]
+    return [placement for placement in found if placement is not None]
+
+
+def meetings_of(modules: Modules, values: Iterable[Any], *, everywhere: bool = False) -> list[Meeting]:
+    """Give the meetings of a load: the sets of ranks over which the tensors of a model lie, and what is loaded.
 
     Args:
         modules: The model.
         values: What is loaded.
-        options: Whether rank 0 gives for all.
+        everywhere: Whether all ranks meet for all, since one of them gives for all.
     """
-    if options.broadcast_from_rank0:
+    if everywhere:
         return [every_rank()] if len(every_rank()) > 1 else []
     live: dict[int, Any] = {}
     for one in modules.tensors.values():
@@ -73,7 +88,7 @@ def _mesh_key(tensor: Any) -> int:
 
 def _placements(value: Any) -> list[Any]:
     node = defer_leaf(value) if isinstance(value, torch.Tensor) else value
-    return list(placements_in(node)) if isinstance(node, Lazy) else []
+    return list(_placements_in(node)) if isinstance(node, Lazy) else []
 
 
 @define
@@ -81,29 +96,37 @@ class Meetings:
     """Requests by the ranks that meet; those that need nobody else stand under ``()``.
 
     Attributes:
-        known: The meetings that there are.
+        known: The meetings that there are; others are made as requests need them.
     """
 
     known: Sequence[Meeting] = ()
     requests: dict[Meeting, dict[str, Request]] = field(factory=dict)
     _found: dict[tuple[int, ...], tuple[Meeting, list[Target]]] = field(factory=dict, init=False)
 
-    def add(self, name: str, request: Request, *, everywhere: bool = False) -> None:
+    def add(self, name: str, request: Request, ranks: Meeting | None = None) -> None:
         """Add a request.
 
         Args:
             name: Its name.
             request: What is wanted.
-            everywhere: Whether all ranks meet for it, since rank 0 gives for all.
+            ranks: Who meets for it, if not those over whose ranks it lies, and is wanted.
         """
+        if ranks is None:
+            ranks = self._ranks(request)
+        found = self.requests.get(ranks)
+        if found is None:
+            found = self.requests.setdefault(ranks if len(ranks) > 1 else (), {})
+        found[name] = request
+
+    def _ranks(self, request: Request) -> Meeting:
+        """Find the meeting for a request by how it lies."""
         places: list[Target] = []
-        if not everywhere and request.node is not None and (sources := placements_in(request.node)):
+        if request.node is not None and (sources := _placements_in(request.node)):
             places = [*sources, request.target]
-        key = everywhere, *map(id, places)
+        key = tuple(map(id, places))
         if key not in self._found:  # which keeps the placements, so that no others get their identities
-            ranks = frozenset(every_rank()) if everywhere else ranks_of(places)
-            self._found[key] = self._meeting_of(ranks), places
-        self.requests.setdefault(self._found[key][0], {})[name] = request
+            self._found[key] = self._meeting_of(ranks_of(places)), places
+        return self._found[key][0]
 
     def _meeting_of(self, ranks: frozenset[int]) -> Meeting:
         """Give the smallest meeting at which some ranks are; one of their own if there is none."""
@@ -122,16 +145,31 @@ class Meetings:
         """The memory that is written."""
         return [r.out for requests in self.requests.values() for r in requests.values() if r.out is not None]
 
-    def run(self, agreed: Collection[Meeting]) -> dict[str, torch.Tensor]:
+    def run(
+        self,
+        agreed: Collection[Meeting],
+        *,
+        device: torch.device | None = None,
+        error: BaseException | None = None,
+    ) -> dict[str, torch.Tensor]:
         """Deliver. Collective in each meeting that was agreed on.
 
         Args:
             agreed: The meetings in which any rank has something to get; this rank is in each.
+            device: Where results are made that have no memory.
+            error: What went wrong on this rank before; all that it meets raise then.
+
+        Raises:
+            BaseException: The first error; it is told in the other meetings too, so that nobody waits there.
         """
         made: dict[str, torch.Tensor] = {}
-        if () in self.requests:
-            made.update(plan_delivery(self.requests[()], None, rank=this_rank()).run())
-        for ranks in sorted(agreed):
-            world = world_over(frozenset(ranks))
-            made.update(plan_delivery(self.requests.get(ranks, {}), world, rank=this_rank()).run())
+        for ranks in sorted({*agreed, *(() if () not in self.requests else ((),))}):
+            world = world_over(ranks)
+            try:
+                requests = self.requests.get(ranks, {})
+                made.update(plan_delivery(requests, world, device=device, error=error, rank=this_rank()).run())
+            except Exception as found:
+                error = error or found
+        if error is not None:
+            raise error
         return made
