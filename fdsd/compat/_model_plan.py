@@ -165,8 +165,8 @@ def _is_tensor(leaf: Any) -> bool:
     return is_exact(leaf) or isinstance(leaf, TensorSpec)
 
 
-def _is_extra(name: str) -> bool:
-    return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
+def _is_extra(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _tensors_of(state: Mapping[str, Any]) -> RankZero:
