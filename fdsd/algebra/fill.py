@@ -20,8 +20,8 @@ from fdsd.algebra.ops.call import Call, Item
 from fdsd.algebra.ops.leaves import Constant, Origin
 from fdsd.algebra.spans import view_of
 from fdsd.data.errors import OverBudget, SpecMismatch
+from fdsd.data.memory import storage_id
 from fdsd.data.region import Region
-from fdsd.data.ties import storage_id
 
 __all__ = ["Executor", "Runner", "Session"]
 

@@ -15,9 +15,9 @@ from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Computing, Lazy, Structural
 from fdsd.algebra.ops.call import Call
 from fdsd.algebra.ops.leaves import Constant, Origin
+from fdsd.data.memory import storage_id
 from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
-from fdsd.data.ties import storage_id
 
 __all__ = ["Copy", "Fill", "Plan", "Read", "Run", "Step", "View", "check_budget", "plan_of"]
 

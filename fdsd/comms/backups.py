@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fdsd.data.memory import is_expanded
 from fdsd.data.values import is_dict, is_sequence
 
 __all__ = ["Backup", "OptimizerBackup"]
@@ -53,7 +54,7 @@ class Backup:
                 self._lazy.append((tensor, type(tensor)))
                 continue
             local = _local(tensor)
-            if not local.is_meta and not _is_expanded(local):
+            if not local.is_meta and not (local.layout is torch.strided and is_expanded(local)):
                 self._values[id(tensor)] = local, local.to("cpu", copy=True)
 
     def put_back(self) -> None:
@@ -68,11 +69,6 @@ class Backup:
             if type(tensor) is not kind:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 tensor.__class__ = kind
-
-
-def _is_expanded(local: torch.Tensor) -> bool:
-    """Tell whether a tensor cannot be written, nor has been: several elements lie in one place."""
-    return local.layout is torch.strided and not local.is_contiguous() and 0 in local.stride()
 
 
 def _local(tensor: Any) -> torch.Tensor:

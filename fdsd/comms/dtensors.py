@@ -54,7 +54,7 @@ class _Known:
 
 
 _KNOWN: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
-_LAST: list[Any] = [lambda: _LAST, None]  # the mesh that was asked of last, which takes long to look up
+_LAST: list[tuple[Any, Any]] = [(lambda: _LAST, None)]  # the mesh that was asked of last: it takes long to look up
 _MOST = 1 << 16  # layouts of one mesh that are remembered
 
 
@@ -62,7 +62,7 @@ def _known_of(mesh: Any) -> _Known:
     known = _KNOWN.get(mesh)
     if known is None:
         known = _KNOWN[mesh] = _Known(_mesh_of(mesh))
-    _LAST[:] = ref(mesh), known
+    _LAST[0] = ref(mesh), known  # at once, since threads share it
     return known
 
 
@@ -88,7 +88,8 @@ def _lies(tensor: Any) -> tuple[Layout, tuple[int, ...] | None]:
     """Give the layout, and the shape of what this rank has; ``None`` if it is not in the mesh."""
     spec = tensor._spec
     placements: tuple[Any, ...] = spec.placements
-    known = _LAST[1] if _LAST[0]() is spec.mesh else _known_of(spec.mesh)
+    last, found_last = _LAST[0]
+    known: _Known = found_last if last() is spec.mesh else _known_of(spec.mesh)
     # the classes too, since versions of torch hold some strided shards and plain ones for equal
     key: _Key = placements, tuple(map(type, placements)), tensor.shape
     found = known.layouts.get(key)

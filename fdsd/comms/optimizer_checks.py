@@ -20,10 +20,9 @@ from fdsd.comms.modules import is_dtensor
 from fdsd.comms.optimizer_faults import Faults
 from fdsd.comms.optimizer_flats import Columns, flat_problems
 from fdsd.comms.optimizer_groups import GroupMatch, match_groups
-from fdsd.comms.optimizer_probe import is_plain
 from fdsd.comms.optimizer_templates import Templates
 from fdsd.comms.optimizer_trials import refusals, supplied
-from fdsd.data.columns import Path, as_path, to_rows
+from fdsd.data.columns import Path, as_path, is_plain, to_rows
 from fdsd.data.errors import Unsupported, listing
 from fdsd.data.groups import ParamGroup
 from fdsd.data.optim import OptimState

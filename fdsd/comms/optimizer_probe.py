@@ -13,15 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from fdsd.data.columns import is_plain
 from fdsd.data.errors import Unsupported
 from fdsd.data.values import is_dict
 
-__all__ = ["first_row", "fresh_copy", "is_plain"]
+__all__ = ["first_row", "fresh_copy"]
 
 _OWN = frozenset({"state", "param_groups"})
 _ABSENT = object()
@@ -148,11 +149,6 @@ class _Rows(defaultdict[Any, Any]):
 
     def __init__(self, rows: Mapping[Any, Any]) -> None:
         super().__init__(_Row, {key: _Row(row) if is_dict(row) else row for key, row in rows.items()})
-
-
-def is_plain(value: object) -> TypeGuard[dict[Any, Any]]:
-    """Tell whether a value is a dict that nests state; other classes of dicts are values."""
-    return type(value) is dict
 
 
 def fresh_copy(value: Any) -> Any:

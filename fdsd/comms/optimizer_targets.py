@@ -17,8 +17,9 @@ from fdsd.comms.live_optimizers import LiveGroup, LiveOptimizer, LiveParam, live
 from fdsd.comms.modules import is_dtensor
 from fdsd.comms.optimizer_flats import place_in
 from fdsd.comms.optimizer_templates import Templates
-from fdsd.comms.optimizer_values import Policy, is_same_view, local_part
+from fdsd.comms.optimizer_values import Policy, local_part
 from fdsd.data.columns import Path, Slot, as_path, at_path
+from fdsd.data.memory import is_same_view
 from fdsd.data.optim import OptimState
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.layout.placed import Placement

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from fdsd.comms.live import Modules
 from fdsd.comms.live_optimizers import LiveGroup, LiveOptimizer, LiveParam, live_optimizers
 from fdsd.comms.optimizer_flats import spread
-from fdsd.comms.optimizer_probe import first_row, fresh_copy, is_plain
+from fdsd.comms.optimizer_probe import first_row, fresh_copy
 from fdsd.comms.optimizer_values import local_part
 from fdsd.comms.optimizers import columns_of, merged, raw_state, state_of
-from fdsd.data.columns import Path, at_path
+from fdsd.data.columns import Path, at_path, is_plain
 from fdsd.data.errors import Unsupported
 from fdsd.data.optim import OptimState
 

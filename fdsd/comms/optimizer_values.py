@@ -15,12 +15,12 @@ from attrs import define, field, frozen
 from fdsd.algebra.dtypes import check_cast, copy_elements
 from fdsd.comms.dtensors import lie_alike
 from fdsd.comms.modules import is_dtensor
-from fdsd.comms.optimizer_probe import fresh_copy, is_plain
-from fdsd.data.columns import Item, Path
-from fdsd.data.ties import storage_id
+from fdsd.comms.optimizer_probe import fresh_copy
+from fdsd.data.columns import Item, Path, is_plain
+from fdsd.data.memory import is_same_view, storage_id
 from fdsd.data.values import is_dict, is_sequence
 
-__all__ = ["Arrivals", "Policy", "fits", "is_same_view", "local_part"]
+__all__ = ["Arrivals", "Policy", "fits", "local_part"]
 
 
 def _nothing(path: Path) -> object:
@@ -190,12 +190,3 @@ class Arrivals:
         safe = [(live, new.clone() if storage_id(new) in written else new) for live, new in pairs]
         for live, new in safe:
             copy_elements(new, live)
-
-
-def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same elements in the same memory."""
-    return (
-        a.data_ptr() == b.data_ptr()
-        and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-        and storage_id(a) == storage_id(b)
-    )

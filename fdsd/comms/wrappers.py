@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["EXTRA_STATE", "FSDP1_WRAPPED", "wrapped_as"]
+__all__ = ["EXTRA_STATE", "FSDP1_WRAPPED", "is_extra", "wrapped_as"]
 
 EXTRA_STATE = "_extra_state"
 FSDP1_WRAPPED = "_fsdp_wrapped_module"
@@ -32,3 +32,12 @@ def wrapped_as(kind: type[nn.Module]) -> str | None:
         if found is not None:
             return found
     return None
+
+
+def is_extra(name: object) -> bool:
+    """Tell whether a name of a state dict is that of an extra state.
+
+    >>> is_extra("norm._extra_state"), is_extra("my_extra_state"), is_extra(3)
+    (True, False, False)
+    """
+    return isinstance(name, str) and name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 from torch import nn
 
-from fdsd.comms.wrappers import wrapped_as
+from fdsd.comms.wrappers import EXTRA_STATE, wrapped_as
 from fdsd.compat._errors import LoadError
 from fdsd.data.errors import UnknownName
 
-__all__ = ["EXTRA_STATE", "FLAT_PARAM", "WRAPPER_SEGMENTS", "get_fqns", "prefix_of"]
+__all__ = ["FLAT_PARAM", "WRAPPER_SEGMENTS", "get_fqns", "prefix_of"]
 
-EXTRA_STATE = "_extra_state"
 FLAT_PARAM = "_flat_param"
 WRAPPER_SEGMENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

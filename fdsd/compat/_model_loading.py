@@ -41,8 +41,7 @@ def by_name(model: nn.Module, state: Any, options: StateDictOptions) -> Mapping[
     if flat := [name for name in state if FLAT_PARAM in str(name)]:
         raise LoadError(
             f"{flat[0]} contains {FLAT_PARAM}. This can happen if the model is not the root module, or if the "
-            "state dict "
-            f"was not taken by get_model_state_dict; {plural(len(flat), 'name')} in all."
+            f"state dict was not taken by get_model_state_dict; {plural(len(flat), 'name')} in all."
         )
     found: Mapping[str, Any] = state
     return found
@@ -51,8 +50,7 @@ def by_name(model: nn.Module, state: Any, options: StateDictOptions) -> Mapping[
 def _by_submodule(model: nn.Module, state: Mapping[nn.Module, Any], options: StateDictOptions) -> dict[str, Any]:
     warnings.warn(
         "Passing model_state_dict as a ``Dict[nn.Module, Dict[str, Any]]`` is deprecated and will be removed in "
-        "2.5. If "
-        "you need this feature, please preprocess the model_state_dict to achieve the same functionality.",
+        "2.5. If you need this feature, please preprocess the model_state_dict to achieve the same functionality.",
         FutureWarning,
         stacklevel=4,
     )

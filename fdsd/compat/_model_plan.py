@@ -20,7 +20,7 @@ from fdsd.algebra.ops import SplitDim
 from fdsd.comms.kinds import is_sharded_tensor
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.worlds import Meeting, default_world, every_rank
-from fdsd.comms.wrappers import EXTRA_STATE
+from fdsd.comms.wrappers import is_extra
 from fdsd.compat._errors import OptionError
 from fdsd.compat._fitting import Fit, fit_model
 from fdsd.compat._model import expected_names
@@ -165,13 +165,9 @@ def _is_tensor(leaf: Any) -> bool:
     return is_exact(leaf) or isinstance(leaf, TensorSpec)
 
 
-def _is_extra(name: object) -> bool:
-    return isinstance(name, str) and name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
-
-
 def _tensors_of(state: Mapping[str, Any]) -> RankZero:
     """Give what rank 0 has for all, as lazy tensors that lie there."""
-    return RankZero({name: leaf for name, leaf in state.items() if _is_tensor(leaf) and not _is_extra(name)})
+    return RankZero({name: leaf for name, leaf in state.items() if _is_tensor(leaf) and not is_extra(name)})
 
 
 def _leaves(fit: Fit, state: Mapping[str, Any], zero: RankZero | None) -> Mapping[str, Any]:

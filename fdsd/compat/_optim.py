@@ -258,8 +258,7 @@ def _from_flat(flat: Mapping[str, Any], like: OptimState, options: StateDictOpti
     if missing and options.strict:
         raise LoadError(
             f"Missing key(s) in optimizer state_dict: {listing(missing)}. Files of older versions may lack "
-            "hyper-parameters: "
-            "StateDictOptions(strict=False) keeps the optimizer's own values."
+            "hyper-parameters: StateDictOptions(strict=False) keeps the optimizer's own values."
         )
     return found if not missing else _completed(found, like)
 

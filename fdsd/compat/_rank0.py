@@ -13,7 +13,7 @@ from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.spans import view_of
-from fdsd.comms.wrappers import EXTRA_STATE
+from fdsd.comms.wrappers import is_extra
 from fdsd.compat._errors import LoadError
 from fdsd.compat._nested import Path, mapped, named
 from fdsd.compat._options import StateDictOptions, told
@@ -142,7 +142,7 @@ def outline_of_model(state: Mapping[str, Any]) -> tuple[Any, list[str]]:
 
 
 def _outlined(name: Any, tensor: torch.Tensor) -> Any:
-    if str(name).rpartition(".")[2] == EXTRA_STATE:
+    if is_extra(name):
         return tensor.detach().cpu().clone()  # a module may know nothing of it before it gets it, not even its shape
     return _spec(tensor)
 

@@ -6,7 +6,7 @@ A path names where a value stands in the dict of its parameter. Nothing here kno
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from attrs import frozen
 
@@ -74,13 +74,14 @@ def as_slot(path: Path) -> Slot:
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
-def _is_plain(value: object) -> bool:
-    return type(value) is dict  # other classes of dicts are leaves, so that nothing of them is lost
+def is_plain(value: object) -> TypeGuard[dict[Any, Any]]:
+    """Tell whether a value is a dict that nests state; other classes of dicts are values, so that nothing is lost."""
+    return type(value) is dict
 
 
 def is_empty(value: object) -> bool:
     """Tell whether a leaf stands for an empty dict."""
-    return _is_plain(value) and not value
+    return is_plain(value) and not value
 
 
 def _is_row_of_tensors(value: object) -> bool:
@@ -100,7 +101,7 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """
     if _is_row_of_tensors(value):
         steps: Any = [(Item(i, type(value) is tuple), item) for i, item in enumerate(value)]
-    elif not _is_plain(value):
+    elif not is_plain(value):
         yield path, value
         return
     elif not value:
@@ -157,7 +158,7 @@ def to_columns(slots: Mapping[Slot, Mapping[str, Any]]) -> dict[Slot, StateDict[
 
 
 def _split(path: Path, column: Mapping[str, Any]) -> Iterator[tuple[Path, StateDict[Any]]]:
-    if not any((_is_plain(value) and value) or _is_row_of_tensors(value) for value in column.values()):
+    if not any((is_plain(value) and value) or _is_row_of_tensors(value) for value in column.values()):
         yield path, column if isinstance(column, StateDict) else StateDict(column)
         return
     parts: dict[Path, dict[str, Any]] = {}
@@ -234,7 +235,7 @@ def join_sequences(slots: Mapping[Slot, Mapping[str, Any]]) -> dict[Slot, dict[s
 
 
 def _with_sequences(value: Any, name: str, path: Path, torn: dict[str, Path]) -> Any:
-    if not _is_plain(value):
+    if not is_plain(value):
         return value
     made = {key: _with_sequences(item, name, (*path, key), torn) for key, item in value.items()}
     steps = [key for key in made if isinstance(key, Item)]

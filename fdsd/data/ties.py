@@ -13,19 +13,11 @@ from typing import Any
 
 import torch
 
+from fdsd.data.memory import is_grid, storage_id
 from fdsd.data.place import Place, row_major_or
-from fdsd.data.spec import PlainAccess, TensorSpec, VirtualTensor, is_exact
+from fdsd.data.spec import PlainAccess, TensorSpec, VirtualTensor
 
-__all__ = ["place_in_parts", "place_of", "place_over_ranks", "storage_id", "tie_key", "ties"]
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Give what tells one storage from another while both live.
-
-    The Python object of a storage may differ from call to call; its C++ object does not.
-    """
-    found: int = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # torch has no public name
-    return found
+__all__ = ["place_in_parts", "place_of", "place_over_ranks", "tie_key", "ties"]
 
 
 def place_of(leaf: object) -> Place | None:
@@ -41,11 +33,7 @@ def place_of(leaf: object) -> Place | None:
         return leaf.place
     if not isinstance(leaf, torch.Tensor):
         return None
-    return _place_in_memory(leaf) if _is_grid(leaf) else place_over_ranks(leaf) or Place(("object", id(leaf)))
-
-
-def _is_grid(tensor: torch.Tensor) -> bool:
-    return is_exact(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    return _place_in_memory(leaf) if is_grid(leaf) else place_over_ranks(leaf) or Place(("object", id(leaf)))
 
 
 def _place_in_memory(tensor: torch.Tensor) -> Place:
@@ -81,7 +69,7 @@ def tie_key(leaf: object) -> Hashable | None:
     (True, False)
     """
     if isinstance(leaf, torch.Tensor):
-        if _is_grid(leaf):
+        if is_grid(leaf):
             return _place_in_memory(leaf), tuple(leaf.shape), leaf.dtype
         if (held := place_over_ranks(leaf)) is None:
             return "object", id(leaf)  # it may have no shape to ask for

@@ -66,13 +66,21 @@ class Statement:
     keys: list[Key] = field(factory=list)
     origins: list[Sequence[Origin]] = field(factory=list)
 
-    def digest(self) -> bytes:
-        """Give what is equal for ranks that state the same."""
+    def digests(self) -> list[bytes]:
+        """Give for each key what is equal for equal ones of other ranks."""
+        return [_digest(canonical(key)) for key in self.keys]
+
+    def digest(self, keys: Iterable[bytes]) -> bytes:
+        """Give what is equal for ranks that state the same.
+
+        Args:
+            keys: The digests of the keys.
+        """
         made = hashlib.sha256()
         for part in ("\0".join(self.names).encode(), self.kinds.tobytes(), self.leaders.tobytes()):
             made.update(len(part).to_bytes(8, "little") + part)
-        for key in self.keys:
-            made.update(_digest(canonical(key)))
+        for key in keys:
+            made.update(key)
         return made.digest()
 
     def pack(self, places: Iterable[int]) -> bytes:
@@ -132,8 +140,7 @@ class _Stating:
     """Sorts requests by their keys.
 
     Thousands of requests have few keys, and share the specs and layouts that they are made of. So they are told apart
-    by
-    identity first; what was seen is kept, so that nothing else gets the identity of what is gone.
+    by identity first; what was seen is kept, so that nothing else gets the identity of what is gone.
     """
 
     def __init__(self, made: Statement, rank: int) -> None:
@@ -232,10 +239,11 @@ def agree(
             missing where it is held.
         Unsupported: Expressions have to travel, and a function in one cannot be pickled.
     """
-    digest = b""
+    keys, digest = list[bytes](), b""
     if error is None and statement is not None:
         try:
-            digest = statement.digest()
+            keys = statement.digests()
+            digest = statement.digest(keys)
         except Exception as found:  # told to all
             error = found
     said = digest, budget, number_for(world), None if error is None else failure_of(error)
@@ -251,7 +259,7 @@ def agree(
         return Agreed(
             tuple(statement.names), stated, statement.kinds, statement.leaders, order, budget=common, number=number
         )
-    return evolve(_Union(statement, world, asked).agreed(statement), budget=common, number=number)
+    return evolve(_Union(statement, keys, world, asked).agreed(statement), budget=common, number=number)
 
 
 def least(budgets: Iterable[int | None]) -> int | None:
@@ -279,12 +287,10 @@ class _Union:
     ranks mean the same by one name, not whether two names are made alike.
     """
 
-    def __init__(self, statement: Statement, world: World, asked: str) -> None:
+    def __init__(self, statement: Statement, keys: list[bytes], world: World, asked: str) -> None:
         self._ranks = world.ranks
         self._mine = world.ranks.index(world.rank)
-        mine = _Outline(
-            statement.names, statement.kinds, statement.leaders, [_digest(canonical(key)) for key in statement.keys]
-        )
+        mine = _Outline(statement.names, statement.kinds, statement.leaders, keys)
         self._outlines: list[_Outline] = [_Outline(*told) for told in ask(world, asked, tuple(mine))]
         self._places = [{name: i for i, name in enumerate(one.names)} for one in self._outlines]
         self.names = list(dict.fromkeys([name for one in self._outlines for name in one.names]))

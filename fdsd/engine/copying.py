@@ -9,11 +9,10 @@ import torch
 from attrs import define, field
 
 from fdsd.algebra.dtypes import copy_elements, movable
-from fdsd.data.spec import is_exact
-from fdsd.data.ties import storage_id
+from fdsd.data.memory import is_grid, is_same_view, storage_id
 from fdsd.layout.layout import Block, Layout
 
-__all__ = ["Cuts", "Pair", "copy_pairs", "is_grid", "is_same", "prepared"]
+__all__ = ["Cuts", "Pair", "copy_pairs", "prepared"]
 
 _COMMON = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool})
 
@@ -79,7 +78,7 @@ def prepared(pairs: Sequence[Pair], also_written: Iterable[torch.Tensor] = ()) -
 
 
 def _safe(moves: Sequence[Pair], also_written: Iterable[torch.Tensor]) -> list[Pair]:
-    moves = [pair for pair in moves if not is_same(*pair)]
+    moves = [pair for pair in moves if not is_same_view(*pair)]
     written = {storage_id(target) for _, target in moves} | {storage_id(target) for target in also_written}
     return [(_kept(source) if storage_id(source) in written else source, target) for source, target in moves]
 
@@ -88,15 +87,6 @@ def _opaque(moves: Sequence[Pair]) -> list[Pair]:
     """Prepare the pairs of which one has no storage to ask for: a source that is used again is copied to be safe."""
     pairs = [(a, b) for a, b in moves if not (is_grid(a) and is_grid(b)) and a is not b]
     return [(a.clone(), b) for a, b in pairs]
-
-
-def is_grid(tensor: torch.Tensor) -> bool:
-    """Tell whether the elements of a tensor lie in one storage, at strides.
-
-    >>> is_grid(torch.eye(2)), is_grid(torch.eye(2).to_sparse())
-    (True, False)
-    """
-    return is_exact(tensor) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,20 +114,3 @@ def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 def _kept(source: torch.Tensor) -> torch.Tensor:
     return movable(source).clone().view(source.dtype)
-
-
-def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors are one view of one memory, so that nothing has to be done.
-
-    >>> w = torch.ones(2)
-    >>> is_same(w, w.detach()), is_same(w, w.clone())
-    (True, False)
-    """
-    return (
-        a.data_ptr() == b.data_ptr()
-        and a.dtype == b.dtype
-        and a.stride() == b.stride()
-        and storage_id(a) == storage_id(b)
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )

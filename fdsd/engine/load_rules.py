@@ -11,10 +11,10 @@ from attrs import field, frozen
 from fdsd.comms.installing import is_meta
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.data.errors import SpecMismatch, listing
+from fdsd.data.memory import is_expanded, is_grid, is_same_view
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, dtype_name, is_exact, spec_of
 from fdsd.data.statedict import StateDict
-from fdsd.engine.copying import is_grid, is_same
 from fdsd.engine.matching import DtypeRule, Match
 from fdsd.engine.outlines import Outline
 from fdsd.pipeline.pipeline import Pipeline, identity
@@ -169,16 +169,12 @@ def _refusal(local: torch.Tensor, leaf: Any) -> str | None:
     """Say why nothing can be written into a tensor; its own values need not be."""
     if local.is_inference() and not torch.is_inference_mode_enabled():
         why = "was made under torch.inference_mode(), and cannot be written outside of it. clone() it"
-    elif not local.is_contiguous() and _is_expanded(local):
+    elif is_expanded(local):
         why = "has several elements in one place of its memory (expand()), so they cannot differ. clone() it"
     else:
         return None
     given = getattr(leaf, "_local_tensor", leaf)
-    return None if is_exact(given) and is_grid(given) and is_same(given.detach(), local) else f"{why} in the model"
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return None if is_exact(given) and is_grid(given) and is_same_view(given.detach(), local) else f"{why} in the model"
 
 
 def made_by_init(name: str, made: Any, live: LiveTensor, rules: Rules) -> torch.Tensor:

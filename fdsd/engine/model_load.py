@@ -21,9 +21,10 @@ from fdsd.comms.installing import give_memory, install, is_meta, like_live, new_
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.modules import is_dtensor, layout_and_memory_of, layout_of, leaf_of, memory_of
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
+from fdsd.data.memory import is_grid
 from fdsd.data.problem import Problem
 from fdsd.data.spec import is_exact, spec_of
-from fdsd.engine.copying import Cuts, Pair, copy_pairs, is_grid, prepared
+from fdsd.engine.copying import Cuts, Pair, copy_pairs, prepared
 from fdsd.engine.load_rules import Rules, left_on_meta, made_by_init, problems_of
 from fdsd.engine.matching import DtypeRule, Match, match_state
 from fdsd.engine.opaque import copies_of, copy_opaque

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fdsd.data.errors import SpecMismatch
-from fdsd.data.ties import storage_id
-from fdsd.engine.copying import Pair, is_grid
+from fdsd.data.memory import is_grid, storage_id
+from fdsd.engine.copying import Pair
 
 __all__ = ["copies_of", "copy_opaque"]
 

@@ -15,7 +15,7 @@ from fdsd.algebra.dtypes import movable
 from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
-from fdsd.data.ties import storage_id
+from fdsd.data.memory import storage_id
 from fdsd.engine.request import Request
 from fdsd.layout.placed import PlacedSource
 from fdsd.layout.wants import Target, blocks_of, local_shape_of

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from fdsd.data.errors import DestinationExists, DiskError, Unsupported, listing
+from fdsd.data.memory import storage_id
 from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact
 from fdsd.data.statedict import StateDict
-from fdsd.data.ties import storage_id, tie_key
+from fdsd.data.ties import tie_key
 from fdsd.data.values import is_mapping
 from fdsd.storage.drafts import hidden_name, make_folder, mode_at, remove_folders, sync_folder
 from fdsd.storage.files import local_path, refuse

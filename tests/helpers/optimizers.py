@@ -24,6 +24,7 @@ __all__ = [
     "Setup",
     "by_name",
     "copied",
+    "descend",
     "setups",
     "small_model",
     "told",
@@ -319,6 +320,22 @@ def copied(state: OptimState) -> OptimState:
     slots = {slot: {fqn: fresh_copy(v) for fqn, v in column.items()} for slot, column in state.slots.items()}
     groups = [ParamGroup(g.fqns, fresh_copy(dict(g.options)), named=g.named) for g in state.groups]
     return OptimState(slots, groups, extra=fresh_copy(dict(state.extra)))
+
+
+def descend(net: nn.Module, optimizer: Any, steps: int = 1) -> list[float]:
+    """Take steps on a network of two inputs, and give the losses on the way."""
+    losses: list[float] = []
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        made = net(torch.arange(8.0).reshape(4, 2) / 8).square().sum()
+        made.backward()
+        losses.append(made.item())
+        return made
+
+    for _ in range(steps):
+        optimizer.step(loss)
+    return losses
 
 
 def trained_linear(cls: Callable[..., Optimizer] = torch.optim.Adam, **options: Any) -> Any:

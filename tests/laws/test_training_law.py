@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,22 +32,10 @@ from fdsd.compat.state_dict import (
 from fdsd.errors import FdsdError
 from tests.helpers.calls import CALLS, FAULTS, Call, Scene, Watch, scene
 from tests.helpers.photos import differences, photo_of_training, unchanged
+from tests.helpers.rank_trainings import OPTIONS
 from tests.helpers.trainings import Learner, Training, lacks_state, outcome, trainings
 
 Run = tuple[Learner, list[Optimizer]]
-
-OPTIONS = [
-    StateDictOptions(
-        full_state_dict=full,
-        broadcast_from_rank0=broadcast,
-        cpu_offload=cpu,
-        flatten_optimizer_state_dict=flat,
-        strict=strict,
-        ignore_frozen_params=ignore,
-    )
-    for full, broadcast in ((False, False), (True, False), (True, True))
-    for cpu, flat, strict, ignore in itertools.product([False, True], repeat=4)
-]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,6 +20,7 @@ from fdsd.compat.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from tests.helpers.optimizers import descend
 
 
 class Scaled(nn.Module):
@@ -90,17 +91,7 @@ def network(plan: list[tuple[str, str, bool]], seed: int) -> nn.Sequential:
 
 
 def train(net: nn.Module, optimizer: Any, steps: int) -> list[float]:
-    losses: list[float] = []
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        made = net(torch.arange(8.0).reshape(4, 2) / 8).square().sum()
-        made.backward()
-        losses.append(made.item())
-        return made
-
-    for _ in range(steps):
-        optimizer.step(loss)
+    losses = descend(net, optimizer, steps)
     optimizer.zero_grad()
     return losses
 

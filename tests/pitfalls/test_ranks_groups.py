@@ -193,25 +193,18 @@ def both_or_neither(rank: int, kind: Kind) -> Any:
         before = local_values(other), told_optimizer(new)
         bad_weights = {name: value for name, value in weights.items() if name != "units.1.up.bias"}
         bad_state: Any = {**state, "state": {k: v for k, v in state["state"].items() if k != "units.1.up.bias"}}
+
+        def load(some: Any, more: Any, other: Any = other, new: Any = new, way: str = way) -> None:
+            parts = {"model_state_dict": given(some, way, rank), "optim_state_dict": given(more, way, rank)}
+            set_state_dict(other, new, **parts, options=writing(way))
+
         for some, more in ((bad_weights, state), (weights, bad_state), (bad_weights, bad_state)):
             with case(way), pytest.raises(RuntimeError, match=r"units\.1\.up\.bias") as caught:
-                set_state_dict(
-                    other,
-                    new,
-                    model_state_dict=given(some, way, rank),
-                    optim_state_dict=given(more, way, rank),
-                    options=writing(way),
-                )
+                load(some, more)
             same(local_values(other), before[0])
             assert told_optimizer(new) == before[1]
             heard.append(str(caught.value))
-        set_state_dict(
-            other,
-            new,
-            model_state_dict=given(weights, way, rank),
-            optim_state_dict=given(state, way, rank),
-            options=writing(way),
-        )
+        load(weights, state)
         found = get_state_dict(other, new, options=reading("full"))
         same(dict(found[0]), dict(expected[0]))
         same(found[1], expected[1])

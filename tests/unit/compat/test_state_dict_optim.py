@@ -21,6 +21,7 @@ from fdsd.compat.state_dict import (
     set_state_dict,
 )
 from fdsd.errors import FdsdError
+from tests.helpers.optimizers import descend
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 LAX = StateDictOptions(strict=False)
@@ -39,6 +40,9 @@ class Nested(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -72,25 +76,6 @@ def network(salt: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-def train(net: nn.Module, optimizer: Any, steps: int = 1) -> list[float]:
-    losses: list[float] = []
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        made = net(torch.arange(8.0).reshape(4, 2) / 8).square().sum()
-        made.backward()
-        losses.append(made.item())
-        return made
-
-    for _ in range(steps):
-        if isinstance(optimizer, Nested):
-            loss()
-            optimizer.step()
-        else:
-            optimizer.step(loss)
-    return losses
-
-
 def frozen_copy(optimizer: Any) -> Any:
     return copy.deepcopy(optimizer.state_dict())
 
@@ -121,7 +106,7 @@ class TestReading:
     def test_what_torch_gives_for_an_optimizer_that_has_stepped(self, kind: str) -> None:
         net = network()
         optimizer = OPTIMIZERS[kind](net.parameters())
-        train(net, optimizer, 2)
+        descend(net, optimizer, 2)
         optimizer.zero_grad()
         assert_same(get_optimizer_state_dict(net, optimizer), peer.get_optimizer_state_dict(net, optimizer))
         mine: Any = get_optimizer_state_dict(net, optimizer, options=FLAT)
@@ -138,7 +123,7 @@ class TestReading:
     def test_values_are_the_live_ones(self) -> None:
         net = network()
         optimizer = torch.optim.Adam(net.parameters())
-        train(net, optimizer)
+        descend(net, optimizer)
         state: Any = get_optimizer_state_dict(net, optimizer)
         assert state["state"]["0.weight"]["exp_avg"] is optimizer.state[net[0].weight]["exp_avg"]
         assert set(state) == {"state", "param_groups"}
@@ -150,7 +135,7 @@ class TestReading:
         nets = network(), network()
         optimizers = [make(net.parameters()) for net in nets]
         for net, optimizer in zip(nets, optimizers, strict=True):
-            train(net, optimizer, steps)
+            descend(net, optimizer, steps)
             optimizer.zero_grad()
         fired: list[str] = []
         optimizers[0].register_step_pre_hook(lambda *args: fired.append("pre"))
@@ -160,7 +145,7 @@ class TestReading:
         assert_same(frozen_copy(optimizers[0]), before)
         assert fired == [] and torch.equal(torch.get_rng_state(), rng)
         assert all(param.grad is None for param in nets[0].parameters())
-        assert train(nets[0], optimizers[0], 3) == train(nets[1], optimizers[1], 3)
+        assert descend(nets[0], optimizers[0], 3) == descend(nets[1], optimizers[1], 3)
 
     def test_a_fresh_optimizer_gives_what_it_would_start_from(self) -> None:
         net = network()
@@ -173,7 +158,7 @@ class TestReading:
         net = network()
         net[2].requires_grad_(False)
         optimizer = torch.optim.Adam(net.parameters())
-        train(net, optimizer)
+        descend(net, optimizer)
         net[2].requires_grad_(True)
         state: Any = get_optimizer_state_dict(net, optimizer)
         assert list(state["state"]) == ["0.weight", "0.bias"]
@@ -252,7 +237,7 @@ class TestRoundTrip:
         nets = network(), network(), network(5)
         optimizers = [make(net.parameters()) for net in nets]
         for net, optimizer in zip(nets[:2], optimizers[:2], strict=True):
-            train(net, optimizer, steps)
+            descend(net, optimizer, steps)
         weights, state = get_state_dict(nets[0], optimizers[0], options=options)
         set_state_dict(nets[0], optimizers[0], model_state_dict=weights, optim_state_dict=state, options=options)
         set_state_dict(
@@ -262,14 +247,14 @@ class TestRoundTrip:
             optim_state_dict=copy.deepcopy(state),
             options=options,
         )
-        told = train(nets[1], optimizers[1], 3)
-        assert train(nets[0], optimizers[0], 3) == told
-        assert train(nets[2], optimizers[2], 3) == told
+        told = descend(nets[1], optimizers[1], 3)
+        assert descend(nets[0], optimizers[0], 3) == told
+        assert descend(nets[2], optimizers[2], 3) == told
 
     def test_both_forms_are_taken_whatever_the_options_say(self) -> None:
         net = network()
         old, new = [torch.optim.AdamW(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         for get, put in ((None, FLAT), (FLAT, None)):
             set_optimizer_state_dict(net, new, get_optimizer_state_dict(net, old, options=get), options=put)
             assert_same(frozen_copy(new), frozen_copy(old))
@@ -277,26 +262,26 @@ class TestRoundTrip:
     def test_dicts_by_id(self) -> None:
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         set_optimizer_state_dict(net, new, old.state_dict())
         assert_same(frozen_copy(new), frozen_copy(old))
 
     def test_the_callers_dict_is_not_changed_now_or_later(self) -> None:
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         for options in (None, FLAT):
             given = copy.deepcopy(get_optimizer_state_dict(net, old, options=options))
             kept = copy.deepcopy(given)
             set_optimizer_state_dict(net, new, given, options=options)
-            train(net, new)
+            descend(net, new)
             assert_same(given, kept)
 
     def test_frozen_parameters_keep_their_state(self) -> None:
         """Seen: parameters trained and then frozen lose their state."""
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         net[0].requires_grad_(False)
         state = get_optimizer_state_dict(net, old)
         assert "0.weight" in state["state"]
@@ -307,7 +292,7 @@ class TestRoundTrip:
         net = network()
         old = torch.optim.Adam([{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters(), "lr": 0.2}])
         new = torch.optim.Adam([{"params": net[2].parameters()}, {"params": net[0].parameters()}])
-        train(net, old)
+        descend(net, old)
         set_optimizer_state_dict(net, new, get_optimizer_state_dict(net, old))
         assert [group["lr"] for group in new.param_groups] == [0.2, 0.1]
         assert torch.equal(new.state[net[0].bias]["exp_avg"], old.state[net[0].bias]["exp_avg"])
@@ -329,7 +314,7 @@ class TestRoundTrip:
 
         old, new = torch.optim.AdamW(groups(), lr=0.1), torch.optim.AdamW(groups(), lr=0.3)
         new.param_groups[1]["lr"] = 0.7
-        train(net, old)
+        descend(net, old)
         set_optimizer_state_dict(net, new, get_optimizer_state_dict(net, old, options=options), options=options)
         assert [group["lr"] for group in new.param_groups] == [0.1, 0.2]
 
@@ -337,7 +322,7 @@ class TestRoundTrip:
         net = network()
         olds = [torch.optim.Adam(net[i].parameters(), lr=0.1 * (i + 1)) for i in (0, 2)]
         for optimizer in olds:
-            train(net, optimizer)
+            descend(net, optimizer)
         state = get_optimizer_state_dict(net, olds)
         new = torch.optim.Adam(net[2].parameters())
         set_optimizer_state_dict(net, new, state)
@@ -348,7 +333,7 @@ class TestRoundTrip:
         optimizer = torch.optim.Adam(net.parameters())
         whole = network()
         old = torch.optim.Adam(whole.parameters())
-        train(whole, old)
+        descend(whole, old)
         set_optimizer_state_dict(net, optimizer, get_optimizer_state_dict(whole, old))
         row = optimizer.state[net[0].weight]
         assert row["exp_avg"].dtype == torch.bfloat16 and row["step"].dtype == torch.float32
@@ -359,7 +344,7 @@ class TestRefusals:
     def test_a_parameter_without_saved_state(self, options: Any) -> None:
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         del old.state[net[0].bias]
         state = get_optimizer_state_dict(net, old, options=options)
         message = (
@@ -373,13 +358,13 @@ class TestRefusals:
         assert_same(frozen_copy(new), before)
         set_optimizer_state_dict(net, new, state, options=FLAT_LAX if options else LAX)
         assert net[0].bias not in new.state and net[0].weight in new.state
-        train(net, new)
+        descend(net, new)
 
     def test_a_file_older_than_a_hyper_parameter(self) -> None:
         """Seen: KeyError."""
         net = network()
         old, new = [torch.optim.Adam(net.parameters(), lr=lr) for lr in (0.1, 0.2)]
-        train(net, old)
+        descend(net, old)
         state: Any = get_optimizer_state_dict(net, old, options=FLAT)
         state = {key: value for key, value in state.items() if not key.endswith(".capturable")}
         with pytest.raises(RuntimeError, match=r"param_groups\.0\.weight\.capturable"):
@@ -393,7 +378,7 @@ class TestRefusals:
         net = network()
         old = torch.optim.Adam([{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters(), "lr": 0.2}])
         new = torch.optim.Adam(net.parameters(), lr=0.3)
-        train(net, old)
+        descend(net, old)
         for options in (None, FLAT):
             state = get_optimizer_state_dict(net, old, options=options)
             with pytest.raises(FdsdError, match=r"'lr' is 0.1 for '0.weight' and 0.2 for '2.weight'"):
@@ -403,20 +388,20 @@ class TestRefusals:
     def test_flat_names_of_slots_that_are_missing(self) -> None:
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         state: Any = get_optimizer_state_dict(net, old, options=FLAT)
         del state["state.0.bias.exp_avg_sq"]
         with pytest.raises(RuntimeError, match=r"state\.0\.bias\.exp_avg_sq"):
             set_optimizer_state_dict(net, new, state)
         set_optimizer_state_dict(net, new, state, options=LAX)
-        train(net, new)
+        descend(net, new)
 
     @pytest.mark.parametrize("shape", [(3, 1), (6,), (2, 3)])
     def test_other_shapes(self, shape: Any) -> None:
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
-        train(net, new)
+        descend(net, old)
+        descend(net, new)
         before = frozen_copy(new)
         state: Any = copy.deepcopy(get_optimizer_state_dict(net, old))
         state["state"]["0.weight"]["exp_avg"] = torch.ones(shape)
@@ -440,7 +425,7 @@ class TestRefusals:
     def test_nothing_is_written_to_the_optimizer_if_the_model_refuses(self) -> None:
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         weights = {**get_model_state_dict(net), "0.bias": torch.ones(8)}
         with pytest.raises(RuntimeError, match=r"size mismatch for 0.bias"):
             set_state_dict(net, new, model_state_dict=weights, optim_state_dict=get_optimizer_state_dict(net, old))
@@ -451,7 +436,7 @@ class TestSetStateDict:
     def test_an_empty_model_state_dict_is_the_optimizer_only(self) -> None:
         net = network()
         old, new = [torch.optim.Adam(net.parameters()) for _ in range(2)]
-        train(net, old)
+        descend(net, old)
         before = copy.deepcopy(net.state_dict())
         result = set_state_dict(net, new, model_state_dict={}, optim_state_dict=get_optimizer_state_dict(net, old))
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
