@@ -9,7 +9,7 @@ import torch
 
 from fdsd.data.spec import is_exact
 
-__all__ = ["is_expanded", "is_grid", "is_same_view", "storage_id"]
+__all__ = ["address_of", "is_expanded", "is_grid", "is_same_view", "storage_id"]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -39,6 +39,25 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return False
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Give the address of the first element of a tensor whose elements lie one after the other in ordinary memory.
+
+    Args:
+        tensor: Of any class and dtype.
+
+    Returns:
+        The address; ``None`` if the elements lie otherwise, on a device, or have been freed. What is read there is
+        the tensor's only as long as the tensor lives.
+
+    >>> address_of(torch.ones(2)) is None, address_of(torch.ones(2, 2).t()) is None
+    (False, True)
+    """
+    if not is_grid(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    return tensor.data_ptr() if tensor.untyped_storage().nbytes() >= needed else None
 
 
 def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:

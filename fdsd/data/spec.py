@@ -176,7 +176,7 @@ def spec_of(leaf: Any) -> TensorSpec | None:
     >>> spec_of("extra state") is None
     True
     """
-    if is_exact(leaf):
+    if type(leaf) in _EXACT:
         _check_grid(leaf)
         return known_spec(leaf.shape, leaf.dtype)
     if isinstance(leaf, TensorSpec):

@@ -179,9 +179,13 @@ class _Run:
         start, stop = rounds.tensors[number : number + 2]
         exchange.begin(rounds.program.part(first, last))
         with torch.no_grad():
+            reached = -1
             for i, message in zip(range(start, stop), to_list(rounds.arrivals[start:stop]), strict=True):
-                exchange.advance(message - first)
-                exchange.keep_up(i)
+                if message - first > reached:
+                    reached = message - first
+                    exchange.advance(reached)
+                if exchange.is_posting:
+                    exchange.keep_up(i)
                 self._finish(i)
             exchange.finish()
             self._settle(stop - 1)

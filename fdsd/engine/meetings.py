@@ -5,7 +5,7 @@ Tensors of one state may lie on different meshes: experts, stages, parts that ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,11 @@ class Meetings:
             found = self.requests.setdefault(ranks if len(ranks) > 1 else (), {})
         found[name] = request
 
+    def add_all(self, requests: Mapping[str, Request], ranks: Meeting) -> None:
+        """Add requests by name, for which some ranks meet."""
+        if requests:
+            self.requests.setdefault(ranks if len(ranks) > 1 else (), {}).update(requests)
+
     def _ranks(self, request: Request) -> Meeting:
         """Find the meeting for a request by how it lies."""
         places: list[Target] = []
@@ -151,6 +156,7 @@ class Meetings:
         *,
         device: torch.device | None = None,
         error: BaseException | None = None,
+        asked: str = "tensors",
     ) -> dict[str, torch.Tensor]:
         """Deliver. Collective in each meeting that was agreed on.
 
@@ -158,6 +164,7 @@ class Meetings:
             agreed: The meetings in which any rank has something to get; this rank is in each.
             device: Where results are made that have no memory.
             error: What went wrong on this rank before; all that it meets raise then.
+            asked: What is asked for, which has to be the same on all ranks.
 
         Raises:
             BaseException: The first error; it is told in the other meetings too, so that nobody waits there.
@@ -167,7 +174,8 @@ class Meetings:
             world = world_over(ranks)
             try:
                 requests = self.requests.get(ranks, {})
-                made.update(plan_delivery(requests, world, device=device, error=error, rank=this_rank()).run())
+                plan = plan_delivery(requests, world, device=device, error=error, rank=this_rank(), asked=asked)
+                made.update(plan.run())
             except Exception as found:
                 error = error or found
         if error is not None:

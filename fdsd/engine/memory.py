@@ -15,6 +15,7 @@ from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.plan import View
 from fdsd.data.errors import SpecMismatch
+from fdsd.data.memory import address_of
 from fdsd.engine.overwriting import Kept, memory_of
 from fdsd.engine.request import Request
 from fdsd.engine.staging import ACCELERATOR, Layer, Staging
@@ -23,6 +24,15 @@ from fdsd.engine.views import Part, Views
 from fdsd.layout.cutting import Spot
 
 __all__ = ["Delivered", "Memory"]
+
+
+_Plain = tuple[int, tuple[int, ...]]
+"""The address of a tensor in ordinary memory, and its strides."""
+
+
+def _plain(memory: torch.Tensor | None) -> _Plain | None:
+    at = None if memory is None else address_of(memory)
+    return None if memory is None or at is None else (at, memory.stride())
 
 
 class Delivered:
@@ -68,6 +78,7 @@ class Memory:
     _sources: dict[tuple[int, int], torch.Tensor | None] = field(
         factory=dict[tuple[int, int], "torch.Tensor | None"], init=False
     )
+    _plain: dict[tuple[int, int], _Plain | None] = field(factory=dict[tuple[int, int], "_Plain | None"], init=False)
 
     @cached_property
     def has_far(self) -> bool:
@@ -84,6 +95,15 @@ class Memory:
         key = i, part.origin
         memory = self._sources[key] if key in self._sources else self._fetch(*key)
         return None if memory is None else part.source(memory)
+
+    def address(self, i: int, part: Part) -> int | None:
+        """Give the address of a part in ordinary memory, where its bytes lie in one row; ``None`` if they do not."""
+        key = i, part.origin
+        if key not in self._plain:
+            self._plain[key] = _plain(self._sources[key] if key in self._sources else self._fetch(*key))
+        plain = self._plain[key]
+        row = None if plain is None else part.row(plain[1])
+        return None if plain is None or row is None else plain[0] + row
 
     def _fetch(self, i: int, origin: int) -> torch.Tensor | None:
         tensor = self.tensors[i]
@@ -197,7 +217,7 @@ class Memory:
 
     def forget(self) -> None:
         """Let go of what a round needed; what has failed may have left something."""
-        for some in (self._results, self._staging, self._sources, *self._short):
+        for some in (self._results, self._staging, self._sources, self._plain, *self._short):
             some.clear()
         self._through.forget()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from ctypes import memmove
 
 import torch
 from attrs import define, field, frozen
@@ -137,13 +138,16 @@ class Exchange:
                 pass
             self._complete()
 
+    @property
+    def is_posting(self) -> bool:
+        """Whether there are messages that are not under way yet."""
+        return self._next < len(self._columns[0])
+
     def keep_up(self, tensor: int) -> None:
         """Post what may be under way while a tensor is copied; wait for messages of earlier ones only if it has to.
 
         So a rank that sends does not copy all that it keeps before it begins to send.
         """
-        if self._next == len(self._columns[0]):
-            return
         while self._post():
             pass
         _, _, _, bounds, instances, *_ = self._columns
@@ -215,29 +219,58 @@ class Exchange:
     def _pack(self, number: int, buffer: torch.Tensor) -> None:
         """Pack the parts of a message; zeros, if something has gone wrong."""
         if self.error is None:
-            for mark in self._each(number, buffer, is_send=True):
+            rest = self._pack_rows(number, buffer)
+            for mark in self._each(rest, buffer, is_send=True):
                 mark.synchronize()
         if self.error is not None:
             buffer[: self._columns[2][number]].zero_()
 
     def _unpack(self, number: int, buffer: torch.Tensor) -> Sequence[Mark]:
-        return self._each(number, buffer, is_send=False) if self.error is None else ()
+        return self._each(self._items(number), buffer, is_send=False) if self.error is None else ()
 
-    def _each(self, number: int, buffer: torch.Tensor, *, is_send: bool) -> Sequence[Mark]:
-        """Copy all parts of a message between its buffer and their memory, many of them at once.
+    def _items(self, number: int) -> range:
+        bounds = self._columns[3]
+        return range(bounds[number], bounds[number + 1])
+
+    def _pack_rows(self, number: int, buffer: torch.Tensor) -> Sequence[int]:
+        """Pack the parts of a message that lie in one row in ordinary memory, byte for byte; give the others.
+
+        Of thousands of small parts, to make a view takes several times as long as to copy what it shows.
+        """
+        items, memory = self._items(number), self.memory
+        if not buffer.is_cpu or memory.has_far:
+            return items
+        _, instances, overlaps, parts, offsets = self._columns[3:]
+        base, i, rest = buffer.data_ptr(), 0, list[int]()
+        try:
+            for at in items:
+                i = instances[at]
+                part = memory.tensors[i].views.part(overlaps[at], parts[at])
+                address = memory.address(i, part)
+                if address is None:
+                    rest.append(at)
+                else:
+                    memmove(base + offsets[at], address, part.nbytes)
+        except BaseException as error:  # told to all at the end
+            self.fail(error, i)
+            return ()
+        return rest
+
+    def _each(self, items: Sequence[int], buffer: torch.Tensor, *, is_send: bool) -> Sequence[Mark]:
+        """Copy parts of a message between its buffer and their memory, many of them at once.
 
         Returns:
             What has to be waited for, if accelerators take part.
         """
-        bounds, instances, overlaps, parts, offsets = self._columns[3:]
+        _, instances, overlaps, parts, offsets = self._columns[3:]
         sources: list[torch.Tensor] = []
         outs: list[torch.Tensor] = []
         typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
-        memory, tensors, i = self.memory, self.memory.tensors, instances[bounds[number]]
+        memory, tensors, i = self.memory, self.memory.tensors, 0
         find = memory.source if is_send else memory.target
         wire, whole, itemsize = None, buffer, 1
         try:
-            for at in range(bounds[number], bounds[number + 1]):
+            for at in items:
                 i = instances[at]
                 part = tensors[i].views.part(overlaps[at], parts[at])
                 view = find(i, part)

@@ -178,6 +178,8 @@ class ModelLoad:
 
     def keep_sources(self) -> None:
         """Copy what would be overwritten before it is read."""
+        if not self.pairs:
+            return
         outs = [wish.out for wish in self.wishes.values() if wish.out is not None]
         own = [self.modules.tensors[name] for name in self.modules.through if name in self.modules.tensors]
         own = [live for live in own if live.is_memory and (is_grid(live.tensor) or is_dtensor(live.tensor))]

@@ -5,7 +5,7 @@ Such sources are copied first. A tensor that is brought to where it already lies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -91,43 +91,53 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
     >>> kept_of({}, 0).copies
     {}
     """
-    if not any(request.out is not None for request in requests.values()):
+    if all(request.out is None for request in requests.values()):
         return Kept()
-    settled: set[str] = set()
-    written: set[int] = set()
     memories: dict[int, torch.Tensor] = {}
-    origins: list[Origin] = []
+    plain: list[tuple[str, Request, Origin, torch.Tensor]] = []
     grown: list[Lazy] = []
     for name, request in requests.items():
-        node, out = request.node, request.out
-        if node is not None and isinstance(node.op, Origin):
-            op = node.op
-            if (memory := memory_of(op)) is not None:
-                memories[id(op)] = memory
-                is_near = out is not None and memory.data_ptr() == out.data_ptr()
-                if is_near and out is not None and _is_settled(request, op, memory, out, rank):
-                    settled.add(name)
-                    continue
-                origins.append(op)
-        elif node is not None:
-            grown.append(node)
-        if out is not None and out.numel():
-            written.add(storage_id(out))
+        node = request.node
+        if node is None or not isinstance(node.op, Origin):
+            grown.extend([] if node is None else [node])
+        elif (memory := memory_of(node.op)) is not None:
+            memories[id(node.op)] = memory
+            plain.append((name, request, node.op, memory))
+    shared: list[Origin] = []
     for node in walk(grown):
         if isinstance(node.op, Origin) and (memory := memory_of(node.op)) is not None:
             memories[id(node.op)] = memory
-            origins.append(node.op)
+            shared.append(node.op)
+    if not memories:
+        return Kept()
+    written = _written(requests, ())
+    settled: set[str] = set()
+    for name, request, op, memory in plain:
+        if storage_id(memory) in written:
+            if _is_settled(request, op, memory, rank):
+                settled.add(name)
+            else:
+                shared.append(op)
+    if settled and shared:  # what is settled is not written
+        written = _written(requests, settled)
     copies: dict[Place, torch.Tensor] = {}
-    for origin in origins:
+    for origin in shared:
         memory = memories[id(origin)]
         if storage_id(memory) in written and not memory.is_meta and _place(origin) not in copies:
             copies[_place(origin)] = movable(memory).clone().view(memory.dtype)
     return Kept(copies, frozenset(settled), memories)
 
 
-def _is_settled(request: Request, origin: Origin, memory: torch.Tensor, out: torch.Tensor, rank: int) -> bool:
+def _written(requests: Mapping[str, Request], settled: Collection[str]) -> set[int]:
+    """Give the storages that are written."""
+    outs = [request.out for name, request in requests.items() if name not in settled]
+    return {storage_id(out) for out in outs if out is not None and out.numel()}
+
+
+def _is_settled(request: Request, origin: Origin, memory: torch.Tensor, rank: int) -> bool:
     """Tell whether the result is, element for element, the memory in which its source lies."""
-    if storage_id(memory) != storage_id(out):
+    out = request.out
+    if out is None or storage_id(memory) != storage_id(out):
         return False
     if (memory.dtype, memory.shape, memory.storage_offset()) != (out.dtype, out.shape, out.storage_offset()):
         return False

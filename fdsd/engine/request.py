@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import define
 
 from fdsd.algebra.dtypes import check_cast
 from fdsd.algebra.lazy import Lazy
@@ -15,7 +15,7 @@ from fdsd.layout.wants import local_shape_of
 __all__ = ["Request"]
 
 
-@frozen(eq=False)
+@define(eq=False)  # not frozen: there are thousands, and that takes four times as long
 class Request:
     """A tensor that is wanted.
 

@@ -29,6 +29,9 @@ _Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 _Found = tuple[tuple[int, ...], "_Strided | None"]
 """The strides of a tensor, and a view of it; ``None`` for all of it."""
 
+_Row = tuple[tuple[int, ...], "int | None"]
+"""The strides of a tensor, and the first byte of a row in it; ``None`` if there is no row."""
+
 _SHORT = 1 << 14
 """Parts of fewer elements are copied many at once."""
 
@@ -59,14 +62,17 @@ class Part:
         strides: Its strides on the way.
         is_plain: Whether every kernel that moves elements knows the dtypes on both of its sides.
         is_short: Whether it had better be copied together with others.
+        nbytes: Its bytes on the way.
     """
 
     __slots__ = (
+        "_row",
         "_source",
         "_target",
         "_views",
         "is_plain",
         "is_short",
+        "nbytes",
         "origin",
         "region",
         "shape",
@@ -86,6 +92,8 @@ class Part:
         self.strides = row_major(region.shape)
         self.is_plain = _is_plain(spot.dtype) and _is_plain(wiring.expression.origins[self.origin].dtype)
         self.is_short = region.numel < _SHORT
+        self.nbytes = region.numel * self.wire.itemsize
+        self._row: _Row | None = None
         self._source: _Found | None = None
         self._target: _Found | None = None
 
@@ -97,6 +105,20 @@ class Part:
             found = self._source = _found(memory, self._views.find(self.origin, self.region, strides))
         at = found[1]
         return memory if at is None else memory.as_strided(at[0], at[1], at[2] + memory.storage_offset())
+
+    def row(self, strides: tuple[int, ...]) -> int | None:
+        """Give the first byte of its bytes in a source tensor of such strides, if they lie there as they travel."""
+        found = self._row
+        if found is None or found[0] != strides:
+            found = self._row = strides, self._first_byte(strides)
+        return found[1]
+
+    def _first_byte(self, strides: tuple[int, ...]) -> int | None:
+        if not self.is_plain or self._views.wiring.expression.origins[self.origin].dtype != self.wire:
+            return None
+        shape, steps, offset = self._views.find(self.origin, self.region, strides)
+        is_row = all(n == 1 or step == own for n, step, own in zip(shape, steps, row_major(shape), strict=True))
+        return offset * self.wire.itemsize if is_row else None
 
     def target(self, memory: torch.Tensor) -> torch.Tensor:
         """View where it goes, in the memory of the result, or of the buffer that it goes to."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from attrs import frozen
+from attrs import define
 
 from fdsd.algebra.apply import apply
 from fdsd.algebra.lazy import Lazy
@@ -29,7 +29,7 @@ Flattening = tuple[int, ...] | None
 """How FSDP1 flattens a tensor: its dims in this order, none for their own; ``None``: it stays as it is."""
 
 
-@frozen(eq=False)
+@define(eq=False)  # not frozen: there are thousands, and that takes four times as long
 class Wish:
     """A tensor that this rank wants.
 
@@ -77,8 +77,10 @@ def requests_of(
     Lazy(Origin, float32[2])
     """
     mine = {label: (wish.source, wish.flattening) for label, wish in wishes.items()}
-    wanted: dict[str, tuple[str, Flattening]] = {}
+    wanted = dict(mine)
     for some in everyone(world, mine, f"{verb}: what is wanted"):
+        if some is mine:
+            continue
         if clashes := [label for label, form in some.items() if wanted.get(label, form) != form]:
             raise NameConflict(f"{verb}: two different things would be called {listing(clashes)}. Rename one of them.")
         wanted.update(some)
