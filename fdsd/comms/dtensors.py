@@ -19,6 +19,7 @@ from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.spans import view_of
+from fdsd.comms.mesh_ranks import is_ascending, mesh_of, mesh_of_groups
 from fdsd.data.errors import FdsdError, SpecMismatch, Unsupported, listing
 from fdsd.data.place import Place
 from fdsd.data.protocols import Piece
@@ -50,6 +51,7 @@ class _Known:
     """What is known of a DeviceMesh, for thousands of tensors over it."""
 
     mesh: Mesh
+    is_ascending: bool
     layouts: dict[_Key, tuple[Layout, tuple[int, ...] | None]] = field(factory=dict)
 
 
@@ -61,7 +63,7 @@ _MOST = 1 << 16  # layouts of one mesh that are remembered
 def _known_of(mesh: Any) -> _Known:
     known = _KNOWN.get(mesh)
     if known is None:
-        known = _KNOWN[mesh] = _Known(_mesh_of(mesh))
+        known = _KNOWN[mesh] = _Known(mesh_of(mesh), is_ascending(mesh))
     _LAST[0] = ref(mesh), known  # at once, since threads share it
     return known
 
@@ -73,10 +75,11 @@ def layout_of_dtensor(tensor: Any) -> Layout:
         tensor: A DTensor. Of a mesh that is a part of a larger one, the ranks of this rank's part are meant.
 
     Returns:
-        A layout whose axes have the names of the mesh, or ``dim0``, ``dim1``, ... if it has none.
+        A layout whose axes have the names of the mesh, or ``dim0``, ``dim1``, ... if it has none. Ranks along an axis
+        have the order of its process groups, which is ascending whatever the mesh's is.
 
     Raises:
-        Unsupported: A placement is ``Partial``.
+        Unsupported: A placement is ``Partial``, or the groups of several axes contradict each other.
         SpecMismatch: The local tensor has another shape than its placements say.
 
     Law: the local tensor is the whole one at the layout's blocks of this rank.
@@ -96,7 +99,8 @@ def _lies(tensor: Any) -> tuple[Layout, tuple[int, ...] | None]:
     if found is None:
         if len(known.layouts) >= _MOST:
             known.layouts.clear()
-        found = known.layouts[key] = _read_layout(known.mesh, placements, tuple(tensor.shape))
+        mesh = known.mesh if known.is_ascending else mesh_of_groups(spec.mesh, placements)
+        found = known.layouts[key] = _read_layout(mesh, placements, tuple(tensor.shape))
     layout, local = found
     if local is not None and tensor._local_tensor.shape != local:
         raise SpecMismatch(
@@ -122,11 +126,6 @@ def _read_layout(mesh: Mesh, placements: tuple[Any, ...], shape: tuple[int, ...]
     layout = Layout(mesh, placements)
     rank = dist.get_rank()
     return layout, layout.local_shape(shape, rank) if rank in mesh else None
-
-
-def _mesh_of(mesh: Any) -> Mesh:
-    names = mesh.mesh_dim_names or [f"dim{axis}" for axis in range(mesh.ndim)]
-    return Mesh(list(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist())
 
 
 def local_of_dtensor(tensor: Any) -> torch.Tensor:

@@ -306,7 +306,7 @@ def _replicas(state: Any, ranks: Sequence[int]) -> list[list[int]] | None:
     mesh = getattr(state, "_device_mesh", None)
     if mesh is not None and mesh.ndim == 2:
         rows: list[list[int]] = mesh.mesh.tolist()
-        return rows
+        return [sorted(row) for row in rows]  # as the groups are, by which FSDP cuts
     across = getattr(state, "_inter_node_pg", None)
     if across is None:
         return None

@@ -14,6 +14,7 @@ from attrs import field, frozen
 from torch.optim import Optimizer
 
 from fdsd.comms.live import Modules
+from fdsd.comms.optimizer_layouts import as_laid
 from fdsd.data.errors import NameConflict, UnknownName, Unsupported, listing, plural
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class LiveOptimizer:
         """The optimizer's own table of state."""
         state: dict[Any, Any] = self.optimizer.state
         return state
+
+    def row(self, param: LiveParam) -> Any:
+        """Give its state of a parameter, with DTensors that say how they lie; ``None`` without any."""
+        return as_laid(self.state.get(param.tensor), param.tensor)
 
     @property
     def is_fresh(self) -> bool:

@@ -195,7 +195,7 @@ def _lacking_values(loaded: Loaded, *, is_joint: bool) -> Iterator[str]:
                 if not param.tensor.requires_grad or (param.is_elsewhere and not is_joint):
                     continue
                 rows = {fqn: row for fqn in param.fqns if is_dict(row := loaded.rows.get(fqn)) and row}
-                there = live.state.get(param.tensor)
+                there = live.row(param)
                 if not rows or (is_dict(there) and there and all(there.keys() <= row.keys() for row in rows.values())):
                     continue
                 wanted = loaded.templates.paths(live, then, param)
@@ -257,7 +257,7 @@ def _find_unexpected(loaded: Loaded, made: Faults) -> None:
 def _wrong_values(
     loaded: Loaded, live: LiveOptimizer, group: LiveGroup, param: LiveParam, values: bool
 ) -> Iterator[tuple[str, str]]:
-    there = live.state.get(param.tensor)
+    there = live.row(param)
     if param.views:
         yield from flat_problems(param, loaded.columns_of(param), there, values=values)
         return

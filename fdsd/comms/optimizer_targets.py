@@ -160,7 +160,7 @@ class _Place:
 
     def value(self, slot: Slot) -> Any:
         """Give what the optimizer has in a slot."""
-        return at_path(self.live.state.get(self.param.tensor), as_path(slot))
+        return at_path(self.live.row(self.param), as_path(slot))
 
 
 def _target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec) -> SlotTarget:

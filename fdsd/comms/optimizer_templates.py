@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fdsd.comms.live import Modules
 from fdsd.comms.live_optimizers import LiveGroup, LiveOptimizer, LiveParam, live_optimizers
 from fdsd.comms.optimizer_flats import spread
+from fdsd.comms.optimizer_layouts import as_laid
 from fdsd.comms.optimizer_probe import first_row, fresh_copy
 from fdsd.comms.optimizer_values import local_part
 from fdsd.comms.optimizers import columns_of, merged, raw_state, state_of
@@ -158,7 +159,7 @@ class Templates:
         if found is None:
             options = {name: value for name, value in group.options.items() if name != "params"}
             try:
-                found = first_row(live.optimizer, options, param.tensor)
+                found = as_laid(first_row(live.optimizer, options, param.tensor), param.tensor)
             except Unsupported as error:
                 found = str(error)
             self._rows[key] = found

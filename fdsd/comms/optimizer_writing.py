@@ -158,7 +158,7 @@ class _Change:
         for match in loaded.matches[i]:
             moves_step = any(_option(match, key) for key in ("fused", "capturable"))
             for param in match.live.params:
-                there = live.state.get(param.tensor)
+                there = live.row(param)
                 first = partial(loaded.templates.at, live, match.live, param)
                 policy = Policy(param.tensor, moves_step, "source" if own else arrivals.dtype, first)
                 if any(fqn in loaded.rows for fqn in param.fqns) and not param.is_elsewhere:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fdsd.comms.live import Modules
 from fdsd.comms.live_optimizers import LiveOptimizer, LiveParam, live_optimizers
 from fdsd.comms.optimizer_flats import spread
+from fdsd.comms.optimizer_layouts import columns_as_laid
 from fdsd.data.columns import Slot, as_slot, walk
 from fdsd.data.errors import NameConflict, SpecMismatch, UnknownName, Unsupported, add_note, listing, plural
 from fdsd.data.groups import ParamGroup
@@ -70,7 +71,7 @@ def state_of(live: LiveOptimizer, modules: Modules) -> OptimState:
 def raw_state(live: LiveOptimizer, modules: Modules) -> OptimState:
     """Read the state of one optimizer by parameter objects: a flat parameter goes by the first name in it."""
     if live.saves_its_own_way:
-        return _state_of_dict(live, modules)
+        return columns_as_laid(_state_of_dict(live, modules), {param.fqn: param.tensor for param in live.params})
     strays: list[Any] = []
     rows = {key: row for key, row in live.state.items() if not isinstance(key, torch.Tensor)}
     own = [param for param in live.params if param.tensor in live.state]
@@ -81,7 +82,7 @@ def raw_state(live: LiveOptimizer, modules: Modules) -> OptimState:
             f"{live.label} has state for {plural(len(strays), 'parameter')} in none of its groups, of shapes "
             f"{listing([tuple(key.shape) for key in strays])}. Remove it from optimizer.state, or add the parameters."
         )
-    columns = columns_of([(param, live.state[param.tensor]) for param in own])
+    columns = columns_of([(param, live.row(param)) for param in own])
     _add_strays(columns, rows, live.label)
     groups = [_group(group.options, group.params) for group in live.groups]
     return OptimState(_trusted(columns), groups)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fdsd.comms.alone import Alone, this_rank
+from fdsd.comms.new_groups import group_of_ranks
 from fdsd.data.protocols import World
 
 __all__ = [
@@ -57,14 +58,16 @@ def default_world() -> World | None:
 def world_over(ranks: Iterable[int]) -> World | None:
     """Give the world of some ranks, of which this is one: of a process group that has them, else of a new one.
 
-    Collective over these ranks, the first time. A group that is made stays for later calls. torch can only make one if
-    these ranks are in equally many groups by then, as the ranks of a mesh are.
+    Collective over these ranks, the first time. A group that is made stays for later calls.
 
     Args:
         ranks: Their numbers in the default group.
 
     Returns:
         The world; ``None`` for this process alone.
+
+    Raises:
+        RanksLost: A group has to be made, and some of these ranks did not come.
 
     >>> world_over([0]) is None
     True
@@ -86,10 +89,9 @@ def _group_of(meeting: Meeting) -> Any:
 
 def _new_group(meeting: Meeting) -> Any:
     """Make a group: a mesh of several dims has one for each of them, but none for all of its ranks."""
-    torch_dist: Any = dist
     default = dist.group.WORLD
     if meeting not in _MADE or _MADE[meeting][0] is not default:
-        _MADE[meeting] = default, torch_dist.new_group(list(meeting), use_local_synchronization=True)
+        _MADE[meeting] = default, group_of_ranks(meeting)
     return _MADE[meeting][1]
 
 

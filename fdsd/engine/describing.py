@@ -30,7 +30,9 @@ def describe(
     Returns:
         For each tensor, in the order of ``state_dict`` and under each of its names, its spec and role; non-persistent
         buffers too. The layout of a DTensor is what ``Layout.to_data`` gives; that of a parameter which FSDP1 has
-        flattened is the start, size and ranks of each piece of the flattened parameter.
+        flattened is the start, size and ranks of each piece of the flattened parameter. It is the same on all ranks,
+        unless a tensor's mesh is a slice of a larger one, such as ``mesh["tp"]``: then each rank tells of its own
+        slice, and of the ranks in that, since nothing says that what lies over the others is the same tensor.
 
     Raises:
         NameConflict: Two different tensors have one name.

@@ -152,7 +152,10 @@ class _Group:
 
 def _check_optimizers(asked: Asked, kinds: set[Any], have_optim: set[Any], have_optimizers: set[Any]) -> None:
     if asked.optimizers and True not in have_optim:
-        raise Unsupported("restore: optimizers were given, and the state holds none. Give a TrainState.")
+        raise Unsupported(
+            "restore: optimizers were given, and the state holds none. Give a TrainState(state, optim), whose optim is "
+            "that of a capture, or OptimState.from_torch() of torch's dict; or leave the optimizers out."
+        )
     if "model" not in kinds and "optimizer" in kinds and True not in have_optimizers:
         raise Unsupported("restore: the state is an optimizer's, and no optimizers were given.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from fdsd.comms.alone import world_for
 from fdsd.data.errors import Unsupported
 from fdsd.data.optim import OptimState
 from fdsd.data.train import TrainState
+from fdsd.data.values import is_mapping
 from fdsd.engine.load_rules import Init, Rules
 from fdsd.engine.loading import Asked, LoadReport, Restoring
 from fdsd.engine.matching import DtypeRule
@@ -85,6 +87,8 @@ def restore(
     world = world_for(group)
 
     def asked() -> Asked:
+        _check_state(state)
+        _check_live(model, optimizers)
         rules = Rules(
             filter,
             choice("restore: allow_missing", *_several(allow_missing)),
@@ -109,3 +113,42 @@ def _dtype_rule(dtype: Any) -> DtypeRule:
         raise Unsupported(f'restore: dtype is "same", "target" or "source", not {dtype!r}.')
     found: DtypeRule = dtype
     return found
+
+
+def _check_state(state: Any) -> None:
+    """Refuse what is no state, and say how to make one of it."""
+    if isinstance(state, TrainState | OptimState):
+        return
+    if is_mapping(state):
+        if isinstance(state.get("param_groups"), list) and is_mapping(state.get("state")):
+            raise Unsupported(
+                "restore: the state is a dict of torch's optimizers. Give fdsd.OptimState.from_torch(dict, names), "
+                "with the names of the optimizer's parameters in their order (none where the dict has names for ids)."
+            )
+        return
+    if isinstance(state, str | os.PathLike):
+        made = f"a path. Give fdsd.open({os.fspath(state)!r})"
+    elif isinstance(state, torch.nn.Module):
+        made = f"{type(state).__name__}: the state comes first, restore(state, model); of a model, fdsd.capture(model)"
+    elif isinstance(state, torch.optim.Optimizer):
+        made = f"{type(state).__name__}. Give fdsd.capture(model, optimizer).optim"
+    else:
+        made = f"{type(state).__name__}. Give one mapping, or a TrainState for model and optimizers together"
+    raise Unsupported(f"restore: a state is a mapping of names to leaves, not {made}.")
+
+
+def _check_live(model: Any, optimizers: Any) -> None:
+    """Refuse states, and whatever else is not live, in the place of models and optimizers."""
+    kind: str = type(optimizers).__name__
+    odd: Any = (Mapping, TrainState, OptimState, str, os.PathLike, torch.optim.Optimizer)
+    if isinstance(model, odd) and not isinstance(model, torch.nn.Module):
+        raise Unsupported(
+            f"restore: the model is a torch.nn.Module, or several of them, not {type(model).__name__}. The order is "
+            "restore(state, model, optimizers)."
+        )
+    several = isinstance(optimizers, Iterable) and not isinstance(optimizers, odd)
+    if not several and not isinstance(optimizers, torch.optim.Optimizer):
+        raise Unsupported(
+            f"restore: optimizers are torch.optim.Optimizer, one or several, not {kind}. Their "
+            "state comes first, with that of the model: restore(TrainState(state, optim), model, optimizers)."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from fdsd.data.sizes import parse_size
 from fdsd.data.spec import TensorSpec, spec_of
 from fdsd.data.statedict import StateDict
 from fdsd.data.ties import ties
+from fdsd.data.values import is_sequence
 from fdsd.engine.assets import Assets
 from fdsd.engine.gathering import gather_leaves, one_rank
 from fdsd.engine.group_saving import save_over, writer_of
@@ -63,10 +65,11 @@ def save(
         budget: Bytes for scratch, kept results and messages, whatever the size of the state. With a group the smallest
             of all ranks counts.
         group: The process group that works together, where the state lies over ranks: all call ``save``, and one of
-            them writes: that of ``gather(to=rank)``, else the first. All give the same path and format.
+            them writes: that of ``gather(to=rank)``, else the first. All give the same path, format, size of files,
+            assets, config and ``overwrite``.
 
     Raises:
-        RankDisagreement: The ranks give other paths or formats, or know different things of one name; on all ranks.
+        RankDisagreement: The ranks ask for different things, or know different things of one name; on all ranks.
         DestinationExists: Something is there, and ``overwrite`` is false.
         Unsupported: Entries that the format cannot hold; all are named.
         OverBudget: Before anything is written: an operation needs more than the budget at once.
@@ -100,7 +103,7 @@ def save(
 
     how = together(world, "save", asked)
     if group is not None:
-        agree_alike(world, "save", {"path": str(how.path), "format": how.kind})
+        agree_alike(world, "save", how.told())
         _save_over(state, how, world)
         return
     with how.gather_assets() as extras:
@@ -124,6 +127,18 @@ class _How:
     overwrite: bool
     budget: int
 
+    def told(self) -> dict[str, object]:
+        """Say what has to be the same on all ranks: the writer alone would go by its own."""
+        assets: Any = self.assets if is_sequence(self.assets) or self.assets is None else [self.assets]
+        return {
+            "path": str(self.path),
+            "format": self.kind,
+            "max_shard_size": self.max_shard_size,
+            "assets": None if assets is None else [str(path) for path in assets],
+            "config": _told_config(self.config),
+            "overwrite": self.overwrite,
+        }
+
     def gather_assets(self) -> Assets:
         """Put aside what goes beside the weights."""
         folder = None if self.is_file else self.path
@@ -135,6 +150,15 @@ class _How:
         if self.is_file:
             return SafetensorsSink.create(self.path, specs, **given)
         return SafetensorsSink.create_folder(self.path, specs, max_shard_size=self.max_shard_size, **given)
+
+
+def _told_config(config: Any) -> str | None:
+    if config is None:
+        return None
+    try:
+        return json.dumps(config, sort_keys=True, default=dict)
+    except (TypeError, ValueError):
+        return f"a {type(config).__name__} that is no JSON"  # which the writer refuses
 
 
 # -- safetensors -----------------------------------------------------------------------------------------

@@ -108,10 +108,14 @@ def agree_alike(world: World, verb: str, asked: Mapping[str, object]) -> None:
         for rank, one in zip(world.ranks, told, strict=True):
             by_value.setdefault(repr(one[name]), []).append(rank)
         if len(by_value) > 1:
-            shown = ", ".join([f"{value} on {told_ranks(some)}" for value, some in list(by_value.items())[:10]])
+            shown = ", ".join([f"{_short(value)} on {told_ranks(some)}" for value, some in list(by_value.items())[:10]])
             problems.append(f"{name} is {shown}")
     if problems:
         raise RankDisagreement(f"{verb}: the ranks ask for different things: {'; '.join(problems)}. Give all the same.")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def union_of(

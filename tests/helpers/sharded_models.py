@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fdsd.comms.dtensors import make_dtensor
+from fdsd.comms.mesh_ranks import mesh_of_groups
 from fdsd.data.spec import TensorSpec
 from fdsd.layout.layout import Layout
 from fdsd.layout.local import local_of
-from fdsd.layout.mesh import Mesh
 
 __all__ = ["dtensor", "fsdp2", "fsdp2_over_tp", "hsdp", "mesh_of", "on_dim_1", "tp", "wrapped"]
 
@@ -104,6 +104,5 @@ def on_dim_1(model: nn.Module) -> None:
 def dtensor(whole: torch.Tensor, mesh: Any, placements: list[Any]) -> Any:
     """Cut a DTensor out of a whole tensor by our own layouts, which need no rank to send anything."""
     spec = TensorSpec(whole.shape, whole.dtype)
-    names = mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)]
-    layout = Layout(Mesh(list(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist()), placements)
+    layout = Layout(mesh_of_groups(mesh, placements), placements)
     return make_dtensor(local_of(whole, layout, dist.get_rank()).clone(), mesh, placements, spec)

@@ -1,0 +1,105 @@
+"""Arguments of ``restore`` that are something else: the error says what to give, and that works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fdsd
+from fdsd.errors import Unsupported
+
+
+def made(seed: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    adam.step()
+    return model, adam
+
+
+def refused(text: str, *args: Any, **how: Any) -> str:
+    with pytest.raises(Unsupported, match=re.escape(text)) as caught:
+        fdsd.restore(*args, **how)
+    return str(caught.value)
+
+
+def test_a_path(tmp_path: Path) -> None:
+    source, _ = made(0)
+    target, _ = made(1)
+    for name in ("m.safetensors", "m.pt", "folder"):
+        path = tmp_path / name
+        fdsd.save(fdsd.capture(source).model, path)
+        for given in (path, str(path)):
+            told = refused("not a path. Give fdsd.open(", given, target)
+            found = re.search(r"Give (fdsd\.open\('.*'\))\.$", told)
+            assert found is not None
+            fdsd.restore(eval(found.group(1), {"fdsd": fdsd}), target)
+            assert torch.equal(target.weight, source.weight)
+
+
+def test_a_dict_of_torchs_optimizers() -> None:
+    source, theirs = made(0)
+    target, ours = made(1)
+    names = [name for name, _ in source.named_parameters()]
+    by_ids, by_names = theirs.state_dict(), fdsd.OptimState.from_torch(theirs.state_dict(), names).to_torch()
+    told = "Give fdsd.OptimState.from_torch(dict, names), with the names"
+    for given in (by_ids, by_names):
+        for optimizers in ((), ours, [ours]):
+            refused(told, given, target, optimizers)
+    fresh = torch.optim.Adam(source.parameters()).state_dict()
+    refused(told, fresh, target, ours)
+    for state in (fdsd.OptimState.from_torch(by_ids, names), fdsd.OptimState.from_torch(by_names)):
+        fdsd.restore(state, target, ours)
+        for mine, other in zip(target.parameters(), source.parameters(), strict=True):
+            assert torch.equal(ours.state[mine]["exp_avg"], theirs.state[other]["exp_avg"])
+
+
+def test_a_model_may_have_such_names() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = nn.Parameter(torch.ones(1))
+            self.param_groups = nn.Parameter(torch.ones(2))
+
+    fdsd.restore({"state": torch.zeros(1), "param_groups": torch.zeros(2)}, Odd())
+
+
+def test_a_model_as_the_state() -> None:
+    source, theirs = made(0)
+    target, _ = made(1)
+    refused(
+        "the state comes first, restore(state, model); of a model, fdsd.capture(model)", source, source.state_dict()
+    )
+    refused("the state comes first", source, target)
+    fdsd.restore(fdsd.capture(source), target)
+    assert torch.equal(target.weight, source.weight)
+    refused("not Adam. Give fdsd.capture(model, optimizer).optim", theirs, target)
+
+
+@pytest.mark.parametrize("state", [None, 3, (1, 2), {}.items()])
+def test_no_state_at_all(state: Any) -> None:
+    refused(f"not {type(state).__name__}. Give one mapping, or a TrainState", state, made(1)[0])
+
+
+def test_other_things_as_the_model() -> None:
+    model, adam = made(0)
+    for odd in (adam, model.state_dict(), fdsd.capture(model), "model.pt"):
+        told = refused("The order is restore(state, model, optimizers)", model.state_dict(), odd)
+        assert f"not {type(odd).__name__}" in told
+
+
+def test_states_as_the_optimizers() -> None:
+    source, theirs = made(0)
+    target, ours = made(1)
+    optim = fdsd.capture(source, theirs).optim
+    for odd in (theirs.state_dict(), optim, None, 3):
+        refused("restore(TrainState(state, optim), model, optimizers)", source.state_dict(), target, odd)
+    fdsd.restore(fdsd.TrainState(fdsd.StateDict(source.state_dict()), optim), target, ours)
+    assert torch.equal(target.weight, source.weight)
+    assert torch.equal(ours.state[target.weight]["exp_avg"], theirs.state[source.weight]["exp_avg"])
