@@ -21,25 +21,28 @@ from fdsd.comms.wrappers import FSDP1_WRAPPED, wrapped_as
 from fdsd.compat._options import StateDictOptions
 from fdsd.data.columns import Slot
 from fdsd.data.optim import OptimState
+from fdsd.engine.asking import ask
 from fdsd.engine.delivery import plan_delivery
 from fdsd.engine.meetings import ranks_of
 from fdsd.engine.request import Request
 from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Pieces
 
-__all__ = ["shown", "with_rows_from_elsewhere"]
+__all__ = ["has_flats", "shown", "with_rows_from_elsewhere"]
 
 Columns = Mapping[Any, Mapping[str, Any]]
 """Leaves by name of the parameter, in columns: one for a model, one for each slot of optimizers."""
 
 
-def shown(columns: Columns, modules: Modules, options: StateDictOptions) -> Columns:
+def shown(columns: Columns, modules: Modules, options: StateDictOptions, asked: str, *, rank_0_only: bool) -> Columns:
     """Show what lies in flat parameters as torch does; other leaves stay as they are. Collective, if there is any.
 
     Args:
         columns: Live values.
         modules: The model.
-        options: Whether they are wanted whole, on the CPU, or both: then on rank 0 only, and others get ``None``.
+        options: Whether they are wanted whole, on the CPU, or both.
+        asked: What is asked for, with what has to be equal on all ranks.
+        rank_0_only: Whether whole ones are wanted on rank 0 only; others get ``None``.
     """
     lazy = {
         (key, fqn): leaf
@@ -50,7 +53,7 @@ def shown(columns: Columns, modules: Modules, options: StateDictOptions) -> Colu
     if not lazy:
         return columns
     meshes = {id(wrapper._handle): getattr(wrapper, "_device_mesh", None) for wrapper in _wrappers(modules)}
-    cuts = {place: Cut.of(modules, place[1], leaf, meshes, options) for place, leaf in lazy.items()}
+    cuts = {place: Cut.of(modules, place[1], leaf, meshes, options, rank_0_only) for place, leaf in lazy.items()}
     names = {place: "/".join([place[1], str(place[0])]) for place in lazy}
     shared: dict[Hashable, str] = {}  # tied names share an expression, and what is made of it
     sources = {place: shared.setdefault((place[0], id(leaf)), names[place]) for place, leaf in lazy.items()}
@@ -61,7 +64,8 @@ def shown(columns: Columns, modules: Modules, options: StateDictOptions) -> Colu
             meetings.setdefault(ranks, {})[names[place]] = cuts[place].request(leaf)
     made: dict[str, torch.Tensor] = {}
     for ranks in sorted(meetings):  # in the same order on all ranks
-        made.update(plan_delivery(meetings[ranks], world_over(frozenset(ranks)), rank=this_rank()).run())
+        world = world_over(frozenset(ranks))
+        made.update(plan_delivery(meetings[ranks], world, rank=this_rank(), asked=asked).run())
     finished = {
         names[place]: cuts[place].shown(made.get(names[place])) for place in lazy if sources[place] == names[place]
     }
@@ -90,13 +94,22 @@ class Cut:
     flat: Flat
     mesh: Any
     options: StateDictOptions
+    rank_0_only: bool
 
     @classmethod
-    def of(cls, modules: Modules, fqn: str, leaf: Lazy, meshes: Mapping[int, Any], options: StateDictOptions) -> Cut:
+    def of(
+        cls,
+        modules: Modules,
+        fqn: str,
+        leaf: Lazy,
+        meshes: Mapping[int, Any],
+        options: StateDictOptions,
+        rank_0_only: bool,
+    ) -> Cut:
         """Find how a parameter is shown; ``meshes`` by the identity of FSDP's handles."""
         flat = _flat_of(modules, fqn)
         assert flat is not None
-        return cls(leaf.shape, leaf.dtype, flat, meshes.get(id(flat.handle)), options)
+        return cls(leaf.shape, leaf.dtype, flat, meshes.get(id(flat.handle)), options, rank_0_only)
 
     @property
     def layout(self) -> Layout:
@@ -109,7 +122,7 @@ class Cut:
         if not self.options.full_state_dict:
             out = torch.empty(self.layout.local_shape(self.shape, this_rank()), dtype=self.dtype, device=device)
             return Request(leaf, self.layout, False, out)
-        only = Pieces.whole(self.shape, [0]) if self.options.cpu_offload else None
+        only = Pieces.whole(self.shape, [0]) if self.rank_0_only else None
         if only is not None and this_rank() != 0:
             return Request(leaf, only, False)
         return Request(leaf, only, False, torch.empty(self.shape, dtype=self.dtype, device=device))
@@ -168,7 +181,12 @@ def _wrappers(modules: Modules) -> Iterator[Any]:
                 yield module
 
 
-def with_rows_from_elsewhere(state: OptimState, modules: Modules) -> OptimState:
+def has_flats(modules: Modules) -> bool:
+    """Tell whether FSDP1 wraps any part of a model."""
+    return next(_wrappers(modules), None) is not None
+
+
+def with_rows_from_elsewhere(state: OptimState, modules: Modules, asked: str) -> OptimState:
     """Add the state of parameters of which this rank holds nothing, as the ranks that hold something tell it.
 
     With original parameters, FSDP1 gives an optimizer no state for what lies on other ranks only; every rank shows it
@@ -177,6 +195,7 @@ def with_rows_from_elsewhere(state: OptimState, modules: Modules) -> OptimState:
     Args:
         state: The state of this rank's optimizers.
         modules: The model.
+        asked: What is asked for, with what has to be equal on all ranks.
     """
     flats: dict[Meeting, dict[str, FlatView]] = {}
     for fqn in state.fqns:
@@ -193,7 +212,7 @@ def with_rows_from_elsewhere(state: OptimState, modules: Modules) -> OptimState:
             for fqn in views
             if fqn in column
         ]
-        for slot, fqn, told in [] if world is None else [row for rows in world.agree(mine) for row in rows]:
+        for slot, fqn, told in [] if world is None else [row for rows in ask(world, asked, mine) for row in rows]:
             column = slots.setdefault(slot, {})
             if fqn not in column:
                 nothing = torch.empty(0, dtype=told) if isinstance(told, torch.dtype) else None

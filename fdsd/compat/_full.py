@@ -18,12 +18,14 @@ from fdsd.comms.kinds import kind_of, parts_of, spec_of_kind
 from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._rank0 import RankZero
 from fdsd.compat._slots import Slot
+from fdsd.compat._subclasses import plain_of
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.protocols import World
 from fdsd.data.spec import TensorSpec, is_exact
 from fdsd.data.statedict import as_mapping
 from fdsd.data.ties import tie_key
 from fdsd.data.values import is_mapping
+from fdsd.engine.asking import ask
 from fdsd.engine.delivery import plan_delivery
 from fdsd.engine.request import Request
 
@@ -66,7 +68,7 @@ def announce(full: Any, world: World, error: BaseException | None = None) -> Ann
     if 0 not in world.ranks:
         raise LoadError(f"rank 0 gives the state dict for all, and is not one of the ranks {listing(world.ranks)}.")
     said = _statement(full, error) if world.rank == 0 else None
-    heard = world.agree(said)[world.ranks.index(0)]
+    heard = ask(world, "the whole tensors that rank 0 gives", said, error)[world.ranks.index(0)]
     if isinstance(heard, str):
         raise LoadError(f"Rank 0 cannot give the state dict: {heard}. Nothing has been written on any rank.") from error
     specs, owners, pickled = heard
@@ -189,6 +191,7 @@ def cut_here(
     >>> cut_here({"w": torch.tensor([1.0, 2.0])}, {"w": torch.zeros(2)}, slot)["w"].entry
     tensor([1., 2.])
     """
+    full = {name: plain_of(tensor) for name, tensor in full.items()}
     slots, fault = slots_of(local, {name: spec_told(tensor) for name, tensor in full.items()}, owners_of(full), slot)
     if fault is not None:
         raise fault

@@ -15,7 +15,7 @@ from fdsd.comms.modules import is_dtensor, leaf_of, read_modules
 from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._flats import shown
 from fdsd.compat._fqns import prefix_of
-from fdsd.compat._options import StateDictOptions
+from fdsd.compat._options import StateDictOptions, reading_model
 from fdsd.compat._plain import plain_values
 from fdsd.data.errors import NameConflict, UnknownName, listing
 
@@ -96,7 +96,10 @@ def live_values(modules: Modules, names: Collection[str], options: StateDictOpti
             values[name] = live.tensor  # it is gathered anyway, and to detach one takes long
         else:  # one of a lazy module that has not run has nothing to detach
             values[name] = live.tensor if is_lazy(live.tensor) else live.tensor.detach()
-    made = OrderedDict(shown({None: values}, modules, options)[None] if has_flats else values)
+    if has_flats:
+        how = reading_model(options)
+        values = dict(shown({None: values}, modules, options, how, rank_0_only=options.cpu_offload)[None])
+    made = OrderedDict(values)
     made._metadata = OrderedDict(modules.metadata)  # type: ignore[attr-defined]  # torch's own convention
     return made
 

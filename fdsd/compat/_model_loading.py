@@ -18,7 +18,9 @@ from fdsd.compat._fqns import FLAT_PARAM, prefix_of
 from fdsd.compat._model import expected_names, refuse_empty
 from fdsd.compat._model_plan import Plan, warn_of_meta
 from fdsd.compat._options import StateDictOptions
+from fdsd.compat._options import told as told_options
 from fdsd.compat._rank0 import announced, outline_of_model
+from fdsd.compat._subclasses import with_plain
 from fdsd.compat._verdict import Findings, agreed
 from fdsd.data.errors import add_note, listing, plural
 from fdsd.data.statedict import as_mapping
@@ -110,15 +112,19 @@ class ModelLoading:
         Raises:
             LoadError: It does not fit.
         """
+        how, world = told_options(options), default_world() if options.broadcast_from_rank0 else None
+        if world is not None and world.rank:
+            state = {}  # whatever it is, rank 0 gives
         if fault is None:
-            state, fault = _attempted(lambda: _checked(by_name(model, state, options), options, may_be_empty))
+            state, fault = _attempted(lambda: _given(model, modules, state, options, may_be_empty))
         known = meetings_of(modules, () if fault else state.values(), everywhere=options.broadcast_from_rank0)
-        if options.broadcast_from_rank0 and (world := default_world()) is not None:
-            state = announced(state, world, outline_of_model, fault, options)
+        if world is not None:
+            state = announced(state, world, outline_of_model, fault, f"what rank 0 gives the model, with {how}")
         plan = None
         if fault is None:
             plan, fault = _attempted(lambda: Plan.of(modules, state, options, known))
-        verdict = agreed(Findings() if plan is None else plan.findings(is_empty=not state), fault, known, options)
+        found = Findings() if plan is None else plan.findings(is_empty=not state)
+        verdict = agreed(found, fault, known, f"whether it fits the model, with {how}")
         if verdict.is_empty and (may_be_empty or not options.broadcast_from_rank0):
             plan = None
         else:
@@ -156,7 +162,7 @@ class ModelLoading:
         undo = plan.load.backup()
         try:
             found, fault = plan.run_code()
-            verdict = agreed(found, fault, self.known, self.options)
+            verdict = agreed(found, fault, self.known, "whether modules have taken it")
             _refuse(verdict, self.options, self.model)
         except BaseException as error:
             try:
@@ -175,9 +181,12 @@ def _attempted(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _checked(state: Mapping[str, Any], options: StateDictOptions, may_be_empty: bool) -> Mapping[str, Any]:
-    refuse_empty(state, options, excused=may_be_empty)
-    return state
+def _given(
+    model: nn.Module, modules: Modules, state: Any, options: StateDictOptions, may_be_empty: bool
+) -> Mapping[str, Any]:
+    named = by_name(model, state, options)
+    refuse_empty(named, options, excused=may_be_empty)
+    return with_plain(named, modules, everywhere=options.broadcast_from_rank0)
 
 
 def _refuse(verdict: Findings, options: StateDictOptions, model: nn.Module) -> None:

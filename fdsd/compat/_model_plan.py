@@ -34,7 +34,7 @@ from fdsd.engine.load_rules import Rules, unwritable
 from fdsd.engine.meetings import Meetings
 from fdsd.engine.model_load import ModelLoad
 from fdsd.engine.outlines import Outline
-from fdsd.engine.wishes import request_of, requests_of
+from fdsd.engine.wishes import Wish, request_of, requests_of
 
 __all__ = ["Plan", "warn_of_meta"]
 
@@ -45,17 +45,19 @@ def _device(modules: Modules, world: World | None) -> torch.device | None:
     Raises:
         OptionError: There are several.
     """
-    devices = {
-        getattr(live.tensor, "_local_tensor", live.tensor).device
-        for live in modules.tensors.values()
-        if live.persistent and live.tensor.ndim > 0
-    }
-    devices.discard(torch.device("meta"))
+    devices = _devices([live.tensor for live in modules.tensors.values() if live.persistent])
+    if len(devices) > 1:
+        devices = _devices([one.tensor for one in modules.tensors.values() if one.persistent and one.tensor.ndim > 0])
     if len(devices) > 1:
         raise OptionError(
             f"Multiple devices found: {listing(map(str, devices))}. Whole state dicts are loaded into models on one."
         )
     return devices.pop() if devices else None if world is None else world.device
+
+
+def _devices(tensors: Sequence[Any]) -> set[torch.device]:
+    found = {getattr(tensor, "_local_tensor", tensor).device for tensor in tensors}
+    return found - {torch.device("meta")}
 
 
 @frozen(eq=False)
@@ -101,10 +103,19 @@ class Plan:
         load = ModelLoad(modules, rules, outline, fit.match, metadata, fit.beyond)
         load.wish()
         plan = cls(fit, load, Meetings(known), Meetings(known), zero)
-        for label, wish in load.wishes.items():
-            meetings = plan.for_code if load.has_code and load.is_for_code(label) else plan.others
-            meetings.add(label, request_of(wish, load.state.node(wish.source)), every_rank() if from_zero else None)
+        if zero is None:  # else ranks ask for what any of them wants, see join()
+            for meetings, wishes in zip((plan.for_code, plan.others), plan._wishes(), strict=True):
+                for label, wish in wishes.items():
+                    meetings.add(label, request_of(wish, load.state.node(wish.source)))
         return plan
+
+    def _wishes(self) -> tuple[Mapping[str, Wish], Mapping[str, Wish]]:
+        """Give what code of modules' own wants, and everything else."""
+        load, wishes = self.load, self.load.wishes
+        if not load.has_code:
+            return {}, wishes
+        wanted = {label: wish for label, wish in wishes.items() if load.is_for_code(label)}
+        return wanted, {label: wish for label, wish in wishes.items() if label not in wanted}
 
     def join(self, verdict: Findings) -> None:
         """Let all ranks ask for what any of them wants of rank 0: models may differ. Collective, if it gives for all.
@@ -115,12 +126,11 @@ class Plan:
         world = default_world()
         if self.given is None or world is None:
             return
-        for meetings in (self.for_code, self.others):
-            mine = meetings.requests.pop(every_rank(), {})
-            wishes = {label: self.load.wishes[label] for label in mine}
+        for meetings, wishes in zip((self.for_code, self.others), self._wishes(), strict=True):
+            if meetings is self.for_code and not verdict.has_machines:
+                continue
             made = requests_of(wishes, partial(self._node, scalars=verdict.scalars), world, "load_state_dict")
-            for label, request in made.items():
-                meetings.add(label, request, every_rank())
+            meetings.add_all(made, every_rank())
 
     def _node(self, source: str, scalars: Collection[str]) -> Lazy | None:
         if self.given is None or source not in self.given:
@@ -133,6 +143,8 @@ class Plan:
         found = self._found()
         found.errors = self.fit.errors
         found.collective = self.for_code.collective | self.others.collective
+        if self.given is not None and self.load.wishes:
+            found.collective = {every_rank()}
         found.is_empty, found.has_machines, found.scalars = is_empty, self.load.has_code, self.fit.scalars
         return found
 
@@ -162,7 +174,7 @@ def _deferred(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return is_exact(leaf) or isinstance(leaf, TensorSpec)
+    return isinstance(leaf, TensorSpec) or is_exact(leaf)
 
 
 def _tensors_of(state: Mapping[str, Any]) -> RankZero:

@@ -17,9 +17,9 @@ from fdsd.comms.live_optimizers import LiveOptimizer, live_optimizers
 from fdsd.comms.optimizer_templates import read_or_template
 from fdsd.comms.optimizers import merged, read_optimizers
 from fdsd.compat._errors import LoadError, NoMapping
-from fdsd.compat._flats import shown, with_rows_from_elsewhere
+from fdsd.compat._flats import has_flats, shown, with_rows_from_elsewhere
 from fdsd.compat._loans import lend
-from fdsd.compat._options import StateDictOptions
+from fdsd.compat._options import StateDictOptions, reading_optimizers
 from fdsd.data.columns import as_path, join_sequences
 from fdsd.data.errors import Unsupported, listing
 from fdsd.data.flat_optim import flatten, unflatten
@@ -32,6 +32,7 @@ __all__ = [
     "as_osd",
     "as_state",
     "is_by_id",
+    "is_for_rank_0",
     "listed",
     "own_methods",
     "read_state",
@@ -76,10 +77,24 @@ def own_methods(optimizers: Sequence[Optimizer]) -> Generator[None]:
             vars(optimizer)[name] = method
 
 
-def shown_state(modules: Modules, optimizers: Sequence[Optimizer], options: StateDictOptions) -> OptimState:
+def is_for_rank_0(modules: Modules, options: StateDictOptions) -> bool:
+    """Tell whether rank 0 alone gets a state dict: with FSDP1 also if it is going to give it to all.
+
+    >>> from fdsd.comms.modules import read_modules
+    >>> is_for_rank_0(read_modules(torch.nn.Linear(1, 1)), StateDictOptions(full_state_dict=True, cpu_offload=True))
+    True
+    """
+    is_given = options.broadcast_from_rank0 and has_flats(modules)
+    return options.full_state_dict and (options.cpu_offload or is_given)
+
+
+def shown_state(
+    modules: Modules, optimizers: Sequence[Optimizer], options: StateDictOptions, *, rank_0_only: bool
+) -> OptimState:
     """Read the state of optimizers as torch shows it. Collective, if FSDP1 has flat parameters."""
-    state = with_rows_from_elsewhere(read_state(modules, optimizers), modules)
-    return state.replace(slots=shown(state.slots, modules, options))
+    asked = reading_optimizers(options)
+    state = with_rows_from_elsewhere(read_state(modules, optimizers), modules, asked)
+    return state.replace(slots=shown(state.slots, modules, options, asked, rank_0_only=rank_0_only))
 
 
 def read_state(modules: Modules, optimizers: Sequence[Optimizer]) -> OptimState:

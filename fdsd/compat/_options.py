@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fdsd.compat._errors import OptionError
 
-__all__ = ["StateDictOptions", "attempted", "checked", "told"]
+__all__ = ["StateDictOptions", "attempted", "checked", "reading_model", "reading_optimizers", "told"]
+
+_WRITING = ("full_state_dict", "broadcast_from_rank0", "strict", "ignore_frozen_params")
+_READING_MODEL = ("full_state_dict", "cpu_offload", "ignore_frozen_params")
+_READING_OPTIMIZERS = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "flatten_optimizer_state_dict")
 
 
 @dataclass
@@ -69,16 +74,42 @@ def _ours(options: Any) -> StateDictOptions:
     return StateDictOptions(**{name: getattr(options, name, default) for name, default in defaults.items()})
 
 
-def told(options: StateDictOptions) -> str:
-    """Show the options that all ranks have to give alike when they load.
+def reading_model(options: StateDictOptions) -> str:
+    """Say what ranks ask each other for when they read a model, with the options that they have to give alike.
+
+    >>> reading_model(StateDictOptions(full_state_dict=True))
+    "a model's state dict, with StateDictOptions(full_state_dict=True)"
+    """
+    return f"a model's state dict, with {told(options, _READING_MODEL)}"
+
+
+def reading_optimizers(options: StateDictOptions) -> str:
+    """Say what ranks ask each other for when they read optimizers, with the options that they have to give alike.
+
+    >>> reading_optimizers(StateDictOptions())
+    "optimizers' state dict, with StateDictOptions()"
+    """
+    return f"optimizers' state dict, with {told(options, _READING_OPTIMIZERS)}"
+
+
+def told(options: StateDictOptions, shared: Sequence[str] = _WRITING) -> str:
+    """Show the options that all ranks have to give alike: when they load, if nothing else is said.
 
     >>> told(StateDictOptions(full_state_dict=True))
     'StateDictOptions(full_state_dict=True)'
     """
+    if isinstance(options, _Refused):
+        return f"options that do not hold: {options.why}"
     defaults = vars(StateDictOptions())
-    shared = ("full_state_dict", "broadcast_from_rank0", "strict", "ignore_frozen_params")
     given = [f"{name}={getattr(options, name)}" for name in shared if getattr(options, name) != defaults[name]]
     return f"StateDictOptions({', '.join(given)})"
+
+
+@dataclass
+class _Refused(StateDictOptions):
+    """Stands for options that do not hold, while the other ranks hear of them."""
+
+    why: str = ""
 
 
 def attempted(options: Any) -> tuple[StateDictOptions, OptionError | None]:
@@ -90,4 +121,5 @@ def attempted(options: Any) -> tuple[StateDictOptions, OptionError | None]:
     try:
         return checked(options), None
     except OptionError as error:
-        return StateDictOptions(), error
+        meets_all = bool(getattr(options, "broadcast_from_rank0", False))
+        return _Refused(broadcast_from_rank0=meets_all, why=str(error)), error

@@ -16,7 +16,7 @@ from fdsd.algebra.spans import view_of
 from fdsd.comms.wrappers import is_extra
 from fdsd.compat._errors import LoadError
 from fdsd.compat._nested import Path, mapped, named
-from fdsd.compat._options import StateDictOptions, told
+from fdsd.compat._verdict import in_words, raise_faults
 from fdsd.data.errors import FdsdError, listing
 from fdsd.data.protocols import Piece, World
 from fdsd.data.region import Region
@@ -44,16 +44,20 @@ class RankZero:
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._tensors = {name: leaf.detach() if is_exact(leaf) else leaf for name, leaf in tensors.items()}
+        self._tensors = {name: _detached(leaf) for name, leaf in tensors.items()}
+        self._nodes: dict[str, Lazy] = {}
 
     def __contains__(self, fqn: object) -> bool:
         return fqn in self._tensors
 
     def node(self, fqn: str) -> Lazy:
         """Give a tensor as an expression."""
-        spec = spec_of(self._tensors[fqn])
-        assert spec is not None
-        return Lazy(Origin(self, fqn, spec), (), [spec])
+        found = self._nodes.get(fqn)
+        if found is None:
+            spec = spec_of(self._tensors[fqn])
+            assert spec is not None
+            found = self._nodes[fqn] = Lazy(Origin(self, fqn, spec), (), [spec])
+        return found
 
     def specs(self) -> StateDict[TensorSpec]:
         """Give the spec of each tensor."""
@@ -70,7 +74,7 @@ class RankZero:
     def local(self, fqn: str) -> torch.Tensor | None:
         """Give the tensor on rank 0, and nothing elsewhere."""
         leaf = self._tensors[fqn]
-        return leaf if is_exact(leaf) else None
+        return leaf if isinstance(leaf, torch.Tensor) else None
 
     def read(self, fqn: str, region: Region, out: torch.Tensor) -> None:
         """Copy a region, on rank 0.
@@ -84,14 +88,16 @@ class RankZero:
         copy_elements(view_of(local, region), out)
 
 
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+
 Outline = Callable[[Any], tuple[Any, list[str]]]
 """Gives what other ranks are told of a state dict, with specs for tensors, and the names of tensors that are not
 whole."""
 
 
-def announced(
-    state: Any, world: World, outline: Outline, fault: BaseException | None, options: StateDictOptions
-) -> Any:
+def announced(state: Any, world: World, outline: Outline, fault: BaseException | None, what: str) -> Any:
     """Tell all ranks what rank 0 has. Collective.
 
     Args:
@@ -99,22 +105,23 @@ def announced(
         world: All ranks.
         outline: What to tell.
         fault: What went wrong on this rank before.
-        options: Those of this rank.
+        what: What is told, with what has to be equal on all ranks: the options.
 
     Returns:
         On rank 0 its own state dict; on others the outline.
 
     Raises:
-        LoadError: Rank 0 has a fault, or tensors that lie over ranks.
-        RankDisagreement: The ranks have other options.
+        BaseException: The fault of this rank, which is that of all others.
+        LoadError: Some ranks have a fault, or rank 0 has tensors that lie over ranks.
+        RankDisagreement: The ranks ask for different things, or have other options.
     """
-    said = _statement(state, outline, fault) if world.rank == 0 else None
-    heard: Any = ask(world, f"what rank 0 gives, with {told(options)}", said, fault)[world.ranks.index(0)]
-    if isinstance(heard, str):
-        if fault is not None and world.rank == 0:
-            raise fault
-        raise LoadError(f"Rank 0 could not take part: {heard}. Nothing has been written on any rank.")
-    pickled, sharded = heard
+    said: Any = None if fault is None else in_words(fault)
+    if said is None and world.rank == 0:
+        said = _statement(state, outline)
+    told: list[Any] = ask(world, what, said, fault)
+    faults = [one if isinstance(one, str) else None for one in told]
+    raise_faults(dict(zip(world.ranks, faults, strict=True)), fault)
+    pickled, sharded = told[world.ranks.index(0)]
     if sharded:
         raise LoadError(
             f"broadcast_from_rank0: rank 0 gives whole tensors, and these lie over ranks: {listing(sharded)}. Gather "
@@ -123,11 +130,9 @@ def announced(
     return state if world.rank == 0 else pickle.loads(pickled)  # by another rank of this very program
 
 
-def _statement(state: Any, outline: Outline, fault: BaseException | None) -> Any:
-    if fault is not None:
-        return f"{type(fault).__name__}: {fault}"
-    outlined, sharded = outline(state)
+def _statement(state: Any, outline: Outline) -> Any:
     try:
+        outlined, sharded = outline(state)
         return pickle.dumps(outlined), sharded
     except Exception as error:  # whatever an object of the user's raises
         return f"an entry that is no tensor cannot be sent to other ranks: {error}"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fdsd.comms.kinds import Once, is_dtensor, is_sharded_tensor
-from fdsd.comms.worlds import is_among, numbers_of, world_in
+from fdsd.comms.worlds import is_among, world_in
 from fdsd.compat._companions import CompanionMismatch, are_alike, companions, copied
 from fdsd.compat._cpu_memory import Allocator, check_pinning, to_cpu
 from fdsd.compat._flat_keys import (
@@ -30,10 +30,12 @@ from fdsd.compat._flat_keys import (
     unflatten,
 )
 from fdsd.compat._full import Announced, announce, cut_here, put, slots_of, spec_told, spread
-from fdsd.compat._nested import Path, leaves_of, mapped, named, nothing_of, type_fault
+from fdsd.compat._nested import Path, leaves_of, nothing_of, type_fault
 from fdsd.compat._slots import Slot
+from fdsd.compat._subclasses import plain_tree
+from fdsd.compat._whole_trees import moved, whole_tree, with_tensors
 from fdsd.data.values import is_sequence
-from fdsd.engine.wholes import gathered, lies_over_ranks
+from fdsd.engine.wholes import gathered
 
 __all__ = [
     "CONTAINER_TYPE",
@@ -62,7 +64,6 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
-_T = TypeVar("_T")
 _TensorFunc = Callable[[Any, Any, Any, Any], Any]
 
 
@@ -100,20 +101,14 @@ def _gather_state_dict(
     >>> _gather_state_dict({"w": torch.ones(2), "betas": (0.9, 0.99)})
     {'w': tensor([1., 1.]), 'betas': (0.9, 0.99)}
     """
-    leaves = leaves_of(state_dict)
-    names = {path: named(path) for path, leaf in leaves.items() if lies_over_ranks(leaf)}
-    whole = gathered(
-        {name: leaves[path] for path, name in names.items()},
-        numbers_of(ranks_only, pg),
-        group=pg,
-        device=_CPU if cpu_offload else None,
-        spare=device,
-        error=type_fault(leaves) if type_check else None,
+    return whole_tree(
+        state_dict,
+        pg=pg,
+        device=device,
+        cpu_offload=cpu_offload,
+        ranks_only=ranks_only,
+        type_check=type_check,
     )
-    if not is_among(ranks_only, pg):
-        return nothing_of(state_dict)
-    move = Once(to_cpu) if cpu_offload else _as_it_is
-    return _changed(state_dict, lambda path, leaf: whole[names[path]] if path in names else move(leaf))
 
 
 def _offload_state_dict_to_cpu(
@@ -136,7 +131,7 @@ def _offload_state_dict_to_cpu(
     if not is_among(ranks_only, None):
         return nothing_of(state_dict)
     move = Once(to_cpu)
-    return _changed(state_dict, lambda path, leaf: move(leaf))
+    return with_tensors(state_dict, lambda path, leaf: move(leaf))
 
 
 def _create_cpu_state_dict(
@@ -162,7 +157,7 @@ def _create_cpu_state_dict(
     if pin_memory:
         check_pinning()
     allocate = Once(Allocator(pin_memory, share_memory))
-    return _changed(state_dict, lambda path, leaf: allocate(leaf))
+    return with_tensors(state_dict, lambda path, leaf: allocate(leaf))
 
 
 def _copy_state_dict(
@@ -231,7 +226,8 @@ def _broadcast_state_dict(
     {'w': tensor([1, 1], dtype=torch.int8)}
     """
     world = world_in(pg)
-    said = announce(full_state_dict, world)
+    full_state_dict, odd = plain_tree(full_state_dict)
+    said = announce(full_state_dict, world, odd)
     slot = partial(Slot.of, device=torch.device(device), offload=cpu_offload)
     slots, fault = slots_of(local_state_dict, said.specs, said.owners, slot)
     spread(full_state_dict, said, slots, world, fault)
@@ -361,13 +357,13 @@ def _iterate_state_dict(
         kind = dtensor_func if is_dtensor(leaf) else sharded_tensor_func if is_sharded_tensor(leaf) else tensor_func
         return kind(leaf, pg, device, others[path][1] if others else None)
 
-    made = _changed(iter_object, change)
+    made = with_tensors(iter_object, change)
     if not is_among(ranks_only, pg):
         return nothing_of(made)
     if companion_obj is not None:
         return copied(made, companion_obj, non_blocking)
-    move = Once(to_cpu) if cpu_offload else _as_it_is
-    return _changed(made, lambda path, leaf: move(leaf))
+    move = moved(cpu_offload)
+    return with_tensors(made, lambda path, leaf: move(leaf))
 
 
 def _identity_func(obj: torch.Tensor, pg: Any, device: torch.device | None, companion_obj: Any) -> torch.Tensor:
@@ -380,15 +376,6 @@ def _all_gather_sharded_tensor(
     """Give the whole of a ShardedTensor on all ranks over which it lies. Collective."""
     whole: torch.Tensor = gathered({"": sharded_tensor}, None, group=pg, device=device)[""]
     return whole
-
-
-def _changed(tree: _T, change: Callable[[Path, Any], Any]) -> _T:
-    made: _T = mapped(tree, lambda path, leaf: change(path, leaf) if isinstance(leaf, torch.Tensor) else leaf)
-    return made
-
-
-def _as_it_is(tensor: Any) -> Any:
-    return tensor
 
 
 def _check_types(tree: Any, type_check: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import astuple, define, field
@@ -11,11 +11,11 @@ from fdsd.comms.alone import this_rank
 from fdsd.comms.optimizer_checks import Faults
 from fdsd.comms.worlds import Meeting, world_over
 from fdsd.compat._errors import LoadError
-from fdsd.compat._options import StateDictOptions, told
+from fdsd.data.errors import RankDisagreement
 from fdsd.data.values import several
 from fdsd.engine.asking import ask
 
-__all__ = ["Findings", "agreed"]
+__all__ = ["Findings", "agreed", "in_words", "raise_faults"]
 
 
 @define
@@ -63,9 +63,7 @@ class Findings:
         )
 
 
-def agreed(
-    mine: Findings, fault: BaseException | None, meetings: Sequence[Meeting], options: StateDictOptions
-) -> Findings:
+def agreed(mine: Findings, fault: BaseException | None, meetings: Sequence[Meeting], what: str) -> Findings:
     """Put the findings of all ranks together. Collective in each meeting.
 
     What is heard in one meeting is told in the next ones, and a second time where somebody has several.
@@ -74,26 +72,55 @@ def agreed(
         mine: What this rank found.
         fault: What was raised on it.
         meetings: Who meets, in an order that is the same on all ranks.
-        options: Those of this rank.
+        what: What they meet for, with what has to be equal on all ranks: the options.
 
     Raises:
-        RankDisagreement: The ranks have other options.
+        RankDisagreement: The ranks meet for different things, or have other options.
         BaseException: The fault of this rank, which is that of all others.
         LoadError: Some ranks had a fault.
     """
-    known = {this_rank(): mine if fault is None else Findings(fault=f"{type(fault).__name__}: {fault}")}
-    what = f"whether it fits, with {told(options)}"
-    again = [meeting for meeting in meetings if _hear(known, len(meetings), meeting, what, fault) > 1]
+    known = {this_rank(): mine if fault is None else Findings(fault=in_words(fault))}
+    again: list[Meeting] = []
+    for meeting in meetings:
+        try:
+            if _hear(known, len(meetings), meeting, what, fault) > 1:
+                again.append(meeting)
+        except RankDisagreement as error:  # who is in the other meetings has to hear of it
+            fault, known[this_rank()] = error, Findings(fault=in_words(error))
     for meeting in again:
         _hear(known, len(meetings), meeting, what, fault)
-    faults = {rank: known[rank].fault for rank in sorted(known)}
-    if fault is not None and len(set(faults.values())) == 1:
-        raise fault
-    if texts := [f"Rank {rank}: {text}" for rank, text in faults.items() if text is not None]:
-        raise LoadError(f"{several(texts).rstrip('.')}. Nothing has been written on any rank.") from fault
+    raise_faults({rank: known[rank].fault for rank in sorted(known)}, fault)
     found = Findings.joined([known[rank] for rank in sorted(known)])
     found.collective = found.collective.intersection(meetings)
     return found
+
+
+def in_words(fault: BaseException) -> str:
+    """Word an error for other ranks.
+
+    >>> in_words(ValueError("no"))
+    'ValueError: no'
+    """
+    return f"{type(fault).__name__}: {fault}"
+
+
+def raise_faults(faults: Mapping[int, str | None], own: BaseException | None) -> None:
+    """Raise, on all ranks, what went wrong on any of them.
+
+    Args:
+        faults: What each rank tells of its error, in words.
+        own: That of this rank, which is raised as it is if all have the same.
+
+    Raises:
+        BaseException: The error of this rank, which is that of all others.
+        LoadError: Some ranks have one.
+
+    >>> raise_faults({0: None, 1: None}, None)
+    """
+    if own is not None and len(set(faults.values())) == 1:
+        raise own
+    if texts := [f"Rank {rank}: {text}" for rank, text in faults.items() if text is not None]:
+        raise LoadError(f"{several(texts).rstrip('.')}. Nothing has been written on any rank.") from own
 
 
 def _hear(known: dict[int, Findings], count: int, meeting: Meeting, what: str, fault: BaseException | None) -> int:

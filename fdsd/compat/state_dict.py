@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]  # what torch returns
 
 from fdsd.comms.optimizer_templates import start
-from fdsd.comms.worlds import has_group
-from fdsd.compat._errors import LoadError
+from fdsd.comms.worlds import default_world, has_group
+from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._fqns import FLAT_PARAM, WRAPPER_SEGMENTS, get_fqns
 from fdsd.compat._model import (
     live_state,
@@ -24,10 +24,10 @@ from fdsd.compat._model import (
     submodule_prefixes,
 )
 from fdsd.compat._model_loading import ModelLoading
-from fdsd.compat._optim import as_osd, listed, own_methods, shown_state
+from fdsd.compat._optim import as_osd, is_for_rank_0, listed, own_methods, shown_state
 from fdsd.compat._optim_loading import OptimLoading
-from fdsd.compat._options import StateDictOptions, attempted, checked
-from fdsd.compat._state_dict_utils import _gather_state_dict, _offload_state_dict_to_cpu
+from fdsd.compat._options import StateDictOptions, attempted, checked, reading_model, reading_optimizers
+from fdsd.compat._state_dict_utils import _offload_state_dict_to_cpu
 from fdsd.compat._types import (
     FQNS_T,
     DictValueType,
@@ -36,6 +36,8 @@ from fdsd.compat._types import (
     PrimitiveType,
     ValueType,
 )
+from fdsd.compat._whole_trees import whole_tree
+from fdsd.data.errors import FdsdError
 
 __all__ = [
     "FQNS_T",
@@ -87,11 +89,11 @@ def _get_fqns(  # pyright: ignore[reportUnusedFunction]  # imported by users
     )
 
 
-def _brought(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """Give a state dict as it is; or whole, or on the CPU, or both: then on rank 0 only."""
+def _brought(state: dict[str, Any], options: StateDictOptions, asked: str, *, rank_0_only: bool) -> dict[str, Any]:
+    """Give a state dict as it is; or whole, or on the CPU, or both."""
     if options.full_state_dict:
-        only = (0,) if options.cpu_offload and has_group() else ()
-        return _gather_state_dict(state, cpu_offload=options.cpu_offload, ranks_only=only)
+        only = (0,) if rank_0_only and has_group() else ()
+        return whole_tree(state, cpu_offload=options.cpu_offload, ranks_only=only, asked=asked)
     return _offload_state_dict_to_cpu(state) if options.cpu_offload else state
 
 
@@ -115,6 +117,7 @@ def get_model_state_dict(
     Raises:
         OptionError: The options do not go together.
         LoadError: The state dict is empty.
+        RankDisagreement: Ranks that gather have other options.
 
     Law: ``set_model_state_dict(model, get_model_state_dict(model))`` changes nothing.
 
@@ -127,7 +130,7 @@ def get_model_state_dict(
     if prefixes is not None:
         state = of_submodules(state, prefixes, given)
     refuse_empty(state, given, excused=prefixes is not None)
-    return _brought(state, given)
+    return _brought(state, given, reading_model(given), rank_0_only=given.cpu_offload)
 
 
 @torch.no_grad()
@@ -177,6 +180,9 @@ def get_optimizer_state_dict(
     No optimizer is stepped, and nothing of one changes. One that has no state yet gives what it would start from, to be
     loaded into; LBFGS, which cannot tell, gives none.
 
+    With ``full_state_dict`` and ``cpu_offload`` the other ranks than 0 get ``{}``; with FSDP1 and
+    ``broadcast_from_rank0`` they get a dict without state and groups.
+
     Args:
         model: The model, wrapped and sharded in any way.
         optimizers: One or several, over all of the model or a part of it.
@@ -186,19 +192,25 @@ def get_optimizer_state_dict(
     Raises:
         OptionError: The options do not go together.
         LoadError: There are no optimizers.
+        RankDisagreement: Ranks that gather have other options.
         UnknownName: An optimizer has parameters that the model has not.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))["param_groups"][0]["params"]
     ['weight']
     """
-    given, several = checked(options), listed(optimizers)
+    given, (several, fault) = checked(options), _given(optimizers, needed=True)
     modules = read_model(model, given)
     submodule_prefixes(model, submodules, given)
-    _refuse_no_optimizers(several)
+    if fault is not None:
+        raise fault
     with own_methods(several):
-        state: dict[str, Any] = as_osd(shown_state(modules, several, given), given)
-    return _brought(state, given)
+        only = is_for_rank_0(modules, given)
+        state: dict[str, Any] = as_osd(shown_state(modules, several, given, rank_0_only=only), given)
+    made = _brought(state, given, reading_optimizers(given), rank_0_only=only)
+    if made or given.cpu_offload or given.flatten_optimizer_state_dict:
+        return made
+    return {_STATE: {}, _PG: []}  # of FSDP1, which rank 0 is going to give to all
 
 
 @torch.no_grad()
@@ -229,10 +241,10 @@ def set_optimizer_state_dict(
     >>> new.param_groups[0]["lr"]
     0.1
     """
-    given, several = checked(options), listed(optimizers)
+    given, fault = attempted(options)
     modules = read_model(model, given)
-    _refuse_no_optimizers(several)
-    OptimLoading.prepared(modules, several, optim_state_dict, given).write()
+    several, odd = _given(optimizers, needed=True)
+    OptimLoading.prepared(modules, several, optim_state_dict, given, fault=fault or odd).write()
 
 
 @torch.no_grad()
@@ -256,9 +268,14 @@ def _init_optim_state(optim: torch.optim.Optimizer) -> None:  # pyright: ignore[
     start(optim)
 
 
-def _refuse_no_optimizers(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    if not optimizers:
-        raise LoadError("Optimizers are not passed in but optim_only is set to True.")
+def _given(optimizers: Any, *, needed: bool) -> tuple[tuple[torch.optim.Optimizer, ...], FdsdError | None]:
+    """Give the optimizers, and what is wrong with them, of which the other ranks of a load have to hear."""
+    try:
+        several = listed(optimizers)
+    except NoMapping as error:
+        return (), error
+    lacking = LoadError("Optimizers are not passed in but optim_only is set to True.")
+    return several, lacking if needed and not several else None
 
 
 @torch.no_grad()
@@ -314,12 +331,15 @@ def set_state_dict(
     Raises:
         LoadError: Something does not fit.
     """
-    given, several = checked(options), listed(optimizers)
+    given, fault = attempted(options)
     modules = read_model(model, given)
-    if not several and not model_state_dict:
-        _refuse_no_optimizers(several)
-    optim = OptimLoading.prepared(modules, several, optim_state_dict, given) if several else None
-    weights = ModelLoading.prepared(model, modules, model_state_dict, given, may_be_empty=True)
+    world = default_world() if given.broadcast_from_rank0 else None
+    is_giver = world is None or not world.rank
+    several, odd = _given(optimizers, needed=is_giver and not model_state_dict)
+    optim, wrong = None, fault or odd
+    if several or isinstance(odd, NoMapping):  # of what is none nobody knows whether others have some: they do
+        optim = OptimLoading.prepared(modules, several, optim_state_dict, given, fault=wrong)
+    weights = ModelLoading.prepared(model, modules, model_state_dict, given, may_be_empty=True, fault=wrong)
     if optim is not None:
         optim.write()
     return weights.write()

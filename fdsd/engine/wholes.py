@@ -92,6 +92,7 @@ def gathered(
     device: torch.device | None = None,
     spare: torch.device | None = None,
     error: BaseException | None = None,
+    asked: str = "whole tensors",
 ) -> dict[str, torch.Tensor]:
     """Gather tensors. Collective over the ranks on which they lie; each byte goes once, to each rank that wants it.
 
@@ -102,6 +103,7 @@ def gathered(
         device: Where the whole tensors go; that of the mesh, or of the local shard, if left out.
         spare: The same for a ShardedTensor without a local shard.
         error: What went wrong on this rank before; all ranks over which some tensor lies raise then.
+        asked: What is asked for, which has to be the same on all ranks.
 
     Returns:
         On ranks that want them, the whole tensors by name; tied names have one tensor. One that is whole on every rank
@@ -130,7 +132,7 @@ def gathered(
             add_note(found, f"of {name!r}")
             error = error or found
     meetings = gathering.meetings
-    made.update(meetings.run(meetings.collective, device=gathering.device, error=error))
+    made.update(meetings.run(meetings.collective, device=gathering.device, error=error, asked=asked))
     return made
 
 

@@ -229,7 +229,12 @@ def test_a_scheduler_that_stops_it_finds_nothing_half_written(tmp_path: Path, mo
     (tmp_path / "slow.py").write_text(SLOW)
     out = tmp_path / "out"
     command = [*PYTHON, "convert", str(model), str(out), "--pipeline", str(tmp_path / "slow.py:p")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    ours = signal.signal(number, signal.SIG_DFL)  # what is ignored here, as under nohup, would be there too
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(number, ours)
+    with process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)

@@ -245,6 +245,24 @@ def test_state_of_no_parameter_in_the_flat_form() -> None:
     assert b.state["global"] == 3 and b.state["more"] == {"count": 4}
 
 
+class Named(torch.Tensor):
+    """A class of a user's."""
+
+
+@pytest.mark.parametrize("options", [None, FULL])
+def test_state_of_a_class_of_users(options: Any) -> None:
+    """Seen: refused, also what the getter had just given."""
+    model, optimizer, state = trained(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    fresh: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for value in (torch.arange(4.0).reshape(2, 2), torch.ones(2, 2)):
+        state["state"]["weight"]["momentum_buffer"] = value.as_subclass(Named)
+        for one in (optimizer, fresh):
+            set_optimizer_state_dict(model, one, state, options=options)
+            assert torch.equal(one.state[model.weight]["momentum_buffer"], value)
+        assert type(fresh.state[model.weight]["momentum_buffer"]) is Named
+        set_optimizer_state_dict(model, fresh, get_optimizer_state_dict(model, fresh), options=options)
+
+
 class TestInit:
     def test_a_fresh_optimizer_gets_its_first_state(self) -> None:
         model = network()
