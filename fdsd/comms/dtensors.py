@@ -270,14 +270,7 @@ def lazy_dtensor(tensor: Any) -> Lazy:
     return Lazy(Origin(source, source.fqn, spec), (), [spec])
 
 
-def make_dtensor(
-    local: torch.Tensor,
-    mesh: Any = None,
-    placements: Sequence[Any] | None = None,
-    spec: TensorSpec | None = None,
-    *,
-    like: Any = None,
-) -> Any:
+def make_dtensor(local: torch.Tensor, mesh: Any, placements: Sequence[Any], spec: TensorSpec) -> Any:
     """Make a DTensor of a local tensor, which it shares; nothing is sent, checked elsewhere or moved.
 
     Args:
@@ -285,16 +278,11 @@ def make_dtensor(
         mesh: A ``DeviceMesh``.
         placements: torch's placements, one for each axis of the mesh.
         spec: Shape and dtype of the whole tensor; uneven and empty shards have no other way to tell it.
-        like: A DTensor that lies in the same way, in the place of these three.
 
     Raises:
         SpecMismatch: The local tensor has not the shape that its rank holds, or not the dtype of ``spec``.
-        Unsupported: A placement is ``Partial``, or there is neither ``like`` nor all of the others.
+        Unsupported: A placement is ``Partial``.
     """
-    if like is not None:
-        return make_like(like, local)
-    if mesh is None or placements is None or spec is None:
-        raise Unsupported("make_dtensor: give mesh, placements and spec, or a DTensor with like=.")
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     if local.dtype != spec.dtype:

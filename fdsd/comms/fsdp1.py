@@ -19,10 +19,12 @@ from torch import nn
 
 from fdsd.algebra.apply import apply
 from fdsd.algebra.lazy import Lazy
-from fdsd.algebra.ops import MergeDims, Permute, Slice, SplitDim
+from fdsd.algebra.ops import Slice
 from fdsd.comms.boxes import BoxSource
+from fdsd.comms.fsdp1_across import Across, Meshes, Place, places_of
 from fdsd.data.errors import FdsdError, SpecMismatch, Unsupported, listing
 from fdsd.data.spec import TensorSpec
+from fdsd.layout.flattening import Flattening
 from fdsd.layout.layout import Layout
 from fdsd.layout.mesh import Mesh
 from fdsd.layout.pieces import Pieces
@@ -39,11 +41,13 @@ class Flat:
         handle: What FSDP knows of it.
         layout: How it lies over ranks, with its padding.
         coordinate: The number of this rank's shard.
+        across: For each original parameter how it lies over tensor parallelism too, if it does.
     """
 
     handle: Any = field(repr=False)
     layout: Layout
     coordinate: int
+    across: tuple[Across | None, ...] = ()
 
     @cached_property
     def views(self) -> tuple[FlatView, ...]:
@@ -53,11 +57,11 @@ class Flat:
         starts = [0, *accumulate(numels[:-1])]
         real = [start for start, is_padding in zip(starts, flat._is_padding_mask, strict=True) if not is_padding]
         live: Sequence[torch.Tensor] = flat._params or [flat] * len(real)
-        columns = zip(real, flat._shapes, flat._strides, flat._contiguities, live, strict=True)
+        columns = zip(real, flat._shapes, flat._strides, flat._contiguities, self.across, live, strict=True)
         return tuple(
             [
-                FlatView(self, start, tuple(shape), None if contiguous else _order(shape, strides), one)
-                for start, shape, strides, contiguous, one in columns
+                FlatView(self, start, tuple(shape), None if contiguous else _order(shape, strides), across, one)
+                for start, shape, strides, contiguous, across, one in columns
             ]
         )
 
@@ -71,6 +75,11 @@ class Flat:
     def is_sharded(self) -> bool:
         """Whether ranks hold different parts of it."""
         return bool(self.handle.uses_sharded_strategy)
+
+    @property
+    def is_across(self) -> bool:
+        """Whether other ranks have flat parameters with other parts of the same tensors, maybe at other places."""
+        return any(across is not None for across in self.across)
 
     @property
     def uses_originals(self) -> bool:
@@ -140,16 +149,34 @@ class FlatView:
     Args:
         flat: The flat parameter.
         start: Where it begins in the whole of it.
-        shape: Its shape.
+        held: The shape of what has been flattened: its own, or that of its part over tensor parallelism.
         order: Its dims in the order in which its elements lie, outermost first; ``None`` for row-major order.
+        across: How it lies over tensor parallelism too, if it does.
         live: What an optimizer has: the original parameter, or the flat one.
     """
 
     flat: Flat = field(repr=False)
     start: int
-    shape: tuple[int, ...]
+    held: tuple[int, ...]
     order: tuple[int, ...] | None
+    across: Across | None
     live: torch.Tensor = field(repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, whole."""
+        return self.held if self.across is None else self.across.shape
+
+    @cached_property
+    def flattening(self) -> Flattening:
+        """How it is flattened, whole: what the ranks of tensor parallelism hold, one after the other."""
+        order = self.order or ()
+        return Flattening(order) if self.across is None else self.across.flattening(order)
+
+    @property
+    def layout(self) -> Layout:
+        """How torch shows it: cut along its first dim over the ranks that share a flat parameter."""
+        return self.flat.layout if self.across is None else self.across.layout
 
     @property
     def spec(self) -> TensorSpec:
@@ -158,11 +185,13 @@ class FlatView:
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
-        return math.prod(self.shape)
+        """The number of elements of what has been flattened."""
+        return math.prod(self.held)
 
     def leaf(self) -> Any:
         """Give the parameter: lazy over the ranks, or a view where all of it is on this one (``NO_SHARD``)."""
+        if self.flat.is_across:
+            return self.of_piece(self.place_in(self.flat.local()))
         return self.of(self.flat.source if self.flat.is_sharded else self.flat.local())
 
     def of(self, flat: Any) -> Any:
@@ -171,7 +200,7 @@ class FlatView:
         Args:
             flat: A tensor or lazy tensor of one dim, with the padding; for a shard see ``Flat.over``.
         """
-        return self._unflattened(apply(Slice(0, self.start, self.numel), flat))
+        return self.flattening.unflatten(apply(Slice(0, self.start, self.numel), flat), self.shape)
 
     def of_piece(self, local: torch.Tensor) -> Any:
         """Give a tensor of the parameter's shape of which each rank holds what it holds of the parameter.
@@ -190,46 +219,35 @@ class FlatView:
                 f"This rank holds {end - begin} elements of the parameter; a tensor of shape {tuple(local.shape)} is "
                 "not laid out like it."
             )
-        spec = TensorSpec((self.numel,), local.dtype)
-        return self._unflattened(BoxSource(spec, self.placement(), local, (begin,)).lazy())
-
-    def _unflattened(self, node: Any) -> Any:
-        if self.order is None:
-            return apply(SplitDim(0, self.shape), node)
-        stored = apply(SplitDim(0, tuple([self.shape[dim] for dim in self.order])), node)
-        return apply(Permute(tuple([self.order.index(dim) for dim in range(len(self.shape))])), stored)
-
-    def flatten(self, node: Any) -> Any:
-        """Flatten a tensor of the parameter's shape as FSDP has it in the flat parameter; inverts ``of``.
-
-        Args:
-            node: A tensor, a lazy one, or a spec.
-        """
-        if self.order is not None:
-            node = apply(Permute(self.order), node)
-        return apply(MergeDims(0, len(self.shape)), node)
+        placement, spec = self.placement(), TensorSpec((math.prod(self.shape),), local.dtype)
+        at = next((start for (start, _), ranks in placement if dist.get_rank() in ranks), (0,))
+        return self.flattening.unflatten(BoxSource(spec, placement, local, at).lazy(), self.shape)
 
     def interval(self, coordinate: int) -> tuple[int, int]:
-        """Say where in the flattened parameter the part of a shard begins and ends.
+        """Say where in what has been flattened of the parameter the part of a shard begins and ends.
 
         Args:
             coordinate: The number of the shard.
         """
         if not self.flat.is_sharded:
             return 0, self.numel
-        size = self.flat.local().numel()
-        low, high = coordinate * size - self.start, (coordinate + 1) * size - self.start
-        begin = min(max(low, 0), self.numel)
-        return begin, max(begin, min(high, self.numel))
+        return Place(self.start, self.numel, self.flat.local().numel()).interval(coordinate)
 
     def placement(self) -> Pieces:
-        """Say which ranks hold which interval of the flattened parameter."""
-        mesh = self.flat.layout.mesh
+        """Say which ranks hold which interval of the flattened parameter, whole."""
+        mesh, across = self.layout.mesh, self.across
         rows: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = []
         for coordinate, rank in zip(mesh.coordinates(), mesh.ranks, strict=True):
-            begin, end = self.interval(coordinate[-1])
+            begin, end = self.interval(coordinate[-1]) if across is None else across.interval(coordinate)
             rows.append((((begin,), (end - begin,)), [rank]))
         return Pieces.of(1, rows)
+
+    def place_in(self, local: torch.Tensor) -> torch.Tensor:
+        """View what this rank holds of the parameter in a tensor laid out as its shard of the flat one."""
+        begin, end = self.interval(self.flat.coordinate)
+        before = self.flat.coordinate * self.flat.local().numel() if self.flat.is_sharded else 0
+        at = self.start + begin - before
+        return local[at : at + end - begin] if end > begin else local[:0]
 
     def memory(self) -> torch.Tensor:
         """Give this rank's part of the flattened parameter, to write into; what FSDP has gathered of it is freed.
@@ -239,9 +257,7 @@ class FlatView:
         """
         local = self.flat.local()
         self.flat.reshard()
-        begin, end = self.interval(self.flat.coordinate)
-        at = self.start + begin - (self.flat.coordinate * local.numel() if self.flat.is_sharded else 0)
-        return local[at : at + end - begin] if end > begin else local[:0]
+        return self.place_in(local)
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -260,7 +276,7 @@ def find_flats(wrapped: Iterable[nn.Module], known: dict[int, Flat]) -> dict[int
         By the identity of a module, the names of its parameters that lie in flat ones.
 
     Raises:
-        Unsupported: FSDP flattened local tensors of DTensors.
+        Unsupported: FSDP flattened local tensors of DTensors, of which cannot be told how they lie.
     """
     found: dict[int, dict[str, FlatView]] = {}
     for wrapper in wrapped:
@@ -271,6 +287,7 @@ def find_flats(wrapped: Iterable[nn.Module], known: dict[int, Flat]) -> dict[int
         flat = known.get(id(handle.flat_param))
         if flat is None:
             flat = known[id(handle.flat_param)] = _flat_of(state, handle)
+            _check_places(flat)
         places: dict[tuple[int, str], FlatView] = {}
         for info, view in zip(handle.flat_param._param_infos, flat.views, strict=True):
             places[id(info.module), info.param_name] = view
@@ -282,19 +299,50 @@ def find_flats(wrapped: Iterable[nn.Module], known: dict[int, Flat]) -> dict[int
 
 
 def _flat_of(state: Any, handle: Any) -> Flat:
-    if any(extension is not None for extension in handle.flat_param._param_extensions):
-        raise Unsupported(
-            f"FSDP has flattened local tensors of DTensors: {listing(handle.flat_param._fqns)}. Use fully_shard() over "
-            "tensor parallelism, whose parameters say how they lie."
-        )
     ranks = dist.get_process_group_ranks(handle.process_group)
+    across = _across_of(state, handle)
     if not handle.uses_sharded_strategy:
-        return Flat(handle, Layout(Mesh({"replicate": len(ranks)}, ranks), [Replicate()]), 0)
+        return Flat(handle, Layout(Mesh({"replicate": len(ranks)}, ranks), [Replicate()]), 0, across)
     replicas = _replicas(state, ranks)
     if replicas is None:
-        return Flat(handle, Layout(Mesh({"shard": len(ranks)}, ranks), [Shard(0)]), handle.rank)
+        return Flat(handle, Layout(Mesh({"shard": len(ranks)}, ranks), [Shard(0)]), handle.rank, across)
     mesh = Mesh({"replicate": len(replicas), "shard": len(ranks)}, replicas)
-    return Flat(handle, Layout(mesh, [Replicate(), Shard(0)]), handle.rank)
+    return Flat(handle, Layout(mesh, [Replicate(), Shard(0)]), handle.rank, across)
+
+
+def _check_places(flat: Flat) -> None:
+    """Refuse flat parameters that this version of torch pads by rules of its own: others' cannot be known."""
+    views = zip(flat.handle.flat_param._fqns, flat.views, strict=True)
+    if odd := [name for name, view in views if view.across and not view.across.is_at(view.start, dist.get_rank())]:
+        raise Unsupported(
+            f"FSDP of torch {torch.__version__} pads {listing(odd)} over tensor parallelism in a way that fdsd does "
+            "not know. Use fully_shard() over tensor parallelism, whose parameters say how they lie."
+        )
+
+
+def _across_of(state: Any, handle: Any) -> tuple[Across | None, ...]:
+    """Say of each original parameter how it lies over tensor parallelism; ``None`` for one that was no DTensor."""
+    specs, names = handle.flat_param._param_extensions, handle.flat_param._fqns
+    over = [name for name, spec in zip(names, specs, strict=True) if spec is not None]
+    if over and not handle.uses_sharded_strategy:
+        raise Unsupported(
+            f"FSDP has flattened local tensors of DTensors without sharding them: {listing(over)}. Leave FSDP out over "
+            "tensor parallelism alone, or use fully_shard()."
+        )
+    if not over:
+        return (None,) * len(specs)
+    mesh = next(spec.mesh for spec in specs if spec is not None)
+    meshes = Meshes(state._device_mesh, mesh, tuple(over))
+    parts = [
+        (tuple(shape),) * mesh.size() if spec is None else meshes.parts(spec, name)
+        for name, spec, shape in zip(names, specs, handle.flat_param._shapes, strict=True)
+    ]
+    columns = [
+        places_of([math.prod(part[i]) for part in parts], handle._aligned_numel, handle.world_size)
+        for i in range(mesh.size())
+    ]
+    rows = zip(specs, parts, zip(*columns, strict=True), strict=True)
+    return tuple([None if spec is None else meshes.across(spec, part, places) for spec, part, places in rows])
 
 
 def _replicas(state: Any, ranks: Sequence[int]) -> list[list[int]] | None:

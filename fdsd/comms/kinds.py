@@ -21,7 +21,6 @@ from fdsd.data.ties import tie_key
 
 __all__ = [
     "Once",
-    "is_dtensor",
     "is_sharded_tensor",
     "kind_of",
     "misfit",
@@ -30,15 +29,6 @@ __all__ = [
     "spec_of_kind",
     "with_parts",
 ]
-
-
-def is_dtensor(value: object) -> bool:
-    """Tell whether a value is a DTensor.
-
-    >>> is_dtensor(torch.ones(2))
-    False
-    """
-    return isinstance(value, DTensor)
 
 
 def is_sharded_tensor(value: object) -> bool:

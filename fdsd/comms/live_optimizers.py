@@ -20,7 +20,7 @@ from fdsd.data.errors import NameConflict, UnknownName, Unsupported, listing, pl
 if TYPE_CHECKING:
     from fdsd.comms.fsdp1 import Flat, FlatView
 
-__all__ = ["LiveGroup", "LiveOptimizer", "LiveParam", "live_optimizers"]
+__all__ = ["LiveGroup", "LiveOptimizer", "LiveParam", "listed", "live_optimizers"]
 
 
 @frozen(eq=False)
@@ -148,13 +148,21 @@ def live_optimizers(modules: Modules, optimizers: Optimizer | Iterable[Optimizer
     >>> live.label, live.groups[0].fqns
     ('optimizers[0] (SGD)', ('weight', 'bias'))
     """
-    made = tuple([_named(modules, given, i) for i, given in enumerate(_listed(optimizers))])
+    made = tuple([_named(modules, given, i) for i, given in enumerate(listed(optimizers))])
     _check_known(made, modules)
     _check_once(made)
     return made
 
 
-def _listed(optimizers: Any) -> list[Optimizer]:
+def listed(optimizers: Any) -> list[Optimizer]:
+    """Give one optimizer, or several, as a list.
+
+    Raises:
+        Unsupported: Something else was given.
+
+    >>> listed(())
+    []
+    """
     if isinstance(optimizers, Optimizer):
         return [optimizers]
     if not _is_iterable(optimizers):

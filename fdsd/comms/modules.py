@@ -61,8 +61,11 @@ def read_modules(model: nn.Module | Iterable[nn.Module], *, fqn_modifiers: str =
 def _parts(model: Any) -> tuple[nn.Module, ...]:
     several = isinstance(model, Iterable) and not isinstance(model, nn.Module | str | bytes | Mapping)
     parts: list[Any] = [*model] if several else [model]
-    if odd := [type(part).__name__ for part in parts if not isinstance(part, nn.Module)]:
-        raise Unsupported(f"A model is a torch.nn.Module, or several of them; not of type {listing(odd)}.")
+    if odd := {type(part).__name__ for part in parts if not isinstance(part, nn.Module)}:
+        raise Unsupported(
+            f"A model is a torch.nn.Module, or several of them; not of type {listing(odd)}. Give the live modules "
+            "first, and their optimizers after them."
+        )
     return tuple(parts)
 
 

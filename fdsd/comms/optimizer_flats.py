@@ -75,20 +75,16 @@ def _spread(param: LiveParam, slot: Slot, value: Any) -> dict[str, Any]:
         )
     if flat is None:
         return {param.fqn: param.views[0].of_piece(value)}
+    views = zip(param.fqns, param.views, strict=True)
+    if flat.is_across:
+        return {fqn: view.of_piece(view.place_in(value)) for fqn, view in views}
     whole: Any = flat.over(value) if flat.is_sharded else value.detach()
-    return {fqn: view.of(whole) for fqn, view in zip(param.fqns, param.views, strict=True)}
+    return {fqn: view.of(whole) for fqn, view in views}
 
 
 def place_in(param: LiveParam, i: int, local: torch.Tensor) -> torch.Tensor:
     """View what this rank holds of one parameter in a tensor laid out as the optimizer's own."""
-    flat = param.flat
-    if flat is None:
-        return local
-    view, size = param.views[i], flat.local().numel()
-    begin, _ = view.interval(flat.coordinate)
-    at = view.start + begin - (flat.coordinate * size if flat.is_sharded else 0)
-    count = param.here(i)
-    return local[at : at + count] if count else local[:0]
+    return local if param.flat is None else param.views[i].place_in(local)
 
 
 def is_flat_slot(live: object, values: Sequence[Any]) -> bool:

@@ -26,6 +26,7 @@ from fdsd.layout.placed import Placement
 
 if TYPE_CHECKING:
     from fdsd.comms.fsdp1 import FlatView
+    from fdsd.layout.flattening import Flattening
 
 __all__ = ["SlotTarget", "slot_targets"]
 
@@ -63,9 +64,14 @@ class SlotTarget:
         """Whether the value is wanted as a tensor that says how it lies over ranks, or as a part of one."""
         return self.placement is not None and (self._view is None or self._view.flat.is_sharded)
 
+    @property
+    def flattening(self) -> Flattening | None:
+        """How the value is wanted flattened, if it is."""
+        return None if self._view is None else self._view.flattening
+
     def flatten(self, leaf: Any) -> Any:
         """Flatten a value as FSDP1 does, where it is wanted so; give any other one as it is."""
-        return leaf if self._view is None else self._view.flatten(leaf)
+        return leaf if self.flattening is None else self.flattening.flatten(leaf)
 
     def finished(self, local: torch.Tensor) -> torch.Tensor:
         """Give what ``write_optimizers`` takes for a local tensor that has been delivered.
@@ -135,7 +141,7 @@ def slot_targets(
             if place.param.views and spec.shape == place.param.views[place.i].shape:
                 made[slot, fqn] = _flat_target(place, fqn, slot, spec, fresh)
             else:
-                made[slot, fqn] = _target(place, fqn, slot, spec)
+                made[slot, fqn] = _target(place, fqn, slot, spec, value)
     return made
 
 
@@ -163,12 +169,12 @@ class _Place:
         return at_path(self.live.row(self.param), as_path(slot))
 
 
-def _target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec) -> SlotTarget:
+def _target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec, given: Any) -> SlotTarget:
     """Find the target of a value that is not flat."""
     param = place.param.tensor
     live = place.value(slot)
     if place.param.is_elsewhere or not _is_like(live, spec):
-        return _fresh_target(place, fqn, slot, spec)
+        return _fresh_target(place, fqn, slot, spec, given)
     memory = None if place.live.loads_its_own_way else local_part(live)
     device = param.device if memory is None and as_path(slot)[-1:] == ("step",) else local_part(live).device
     return SlotTarget(fqn, slot, spec.with_dtype(live.dtype), _placement(live), memory, device, live)
@@ -178,14 +184,17 @@ def _is_like(live: Any, spec: TensorSpec) -> TypeGuard[torch.Tensor]:
     return isinstance(live, torch.Tensor) and not live.is_meta and tuple(live.shape) == spec.shape
 
 
-def _fresh_target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec) -> SlotTarget:
-    param, policy, path = place.param.tensor, place.policy, as_path(slot)
+def _fresh_target(place: _Place, fqn: str, slot: Slot, spec: TensorSpec, given: Any) -> SlotTarget:
+    param: Any = place.param.tensor
+    policy, path = place.policy, as_path(slot)
     dtype = policy.dtype_of(path, spec.dtype)
     device = torch.device("cpu") if policy.stays(path) else param.device
     like: Any = param if is_dtensor(param) and tuple(param.shape) == spec.shape else None
     if is_dtensor(param) and spec.shape != tuple(param.shape):
-        first = place.first(path)
-        like = first if is_dtensor(first) and tuple(first.shape) == spec.shape else None
+        first: Any = place.first(path)
+        if first is None and is_dtensor(given) and given.device_mesh == param.device_mesh:
+            first = given  # nothing else tells how the optimizer wants it
+        like = first if isinstance(first, torch.Tensor) and is_dtensor(first) and first.shape == spec.shape else None
     return SlotTarget(fqn, slot, spec.with_dtype(dtype), _placement(like), None, device, like)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from fdsd.algebra.dtypes import check_cast
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.hooks import Machine
+from fdsd.comms.installing import is_meta
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.modules import is_dtensor
 from fdsd.data.errors import FdsdError
@@ -111,15 +112,20 @@ def _misfit(name: str, live: LiveTensor, value: Any, whole: bool, scalars: list[
             f"size mismatch for {name}: copying a param with shape {torch.Size(given)} from checkpoint, the shape in "
             f"current model is {torch.Size(shape)}."
         )
-    if is_exact(tensor):
-        if tensor.is_meta and not target.is_meta:
-            return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
-        if not whole and (is_dtensor(target) if live.flat is None else live.flat.flat.is_sharded):
-            return (
-                f'While copying the parameter named "{name}": the value is a whole tensor, and the model has it '
-                "sharded. Whole tensors are loaded with StateDictOptions(full_state_dict=True)."
-            )
+    if _is_hollow(tensor) and (whole or not is_meta(live)):  # else a meta model is given its own tensors
+        return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
+    is_sharded = is_dtensor(target) if live.flat is None else live.flat.flat.is_sharded
+    if is_sharded and is_exact(tensor) and not whole:
+        return (
+            f'While copying the parameter named "{name}": the value is a whole tensor, and the model has it '
+            "sharded. Whole tensors are loaded with StateDictOptions(full_state_dict=True)."
+        )
     return _miscast(name, live, tensor.dtype)
+
+
+def _is_hollow(value: Any) -> bool:
+    local = getattr(value, "_local_tensor", value)
+    return isinstance(local, torch.Tensor) and local.is_meta
 
 
 def _miscast(name: str, live: LiveTensor, source: torch.dtype) -> str | None:

@@ -14,7 +14,8 @@ from attrs import frozen
 
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
-from fdsd.comms.fsdp1 import Flat, FlatView
+from fdsd.comms.fsdp1 import FlatView
+from fdsd.comms.fsdp1_across import shown_placements
 from fdsd.comms.live import Modules
 from fdsd.comms.worlds import Meeting, world_over
 from fdsd.comms.wrappers import FSDP1_WRAPPED, wrapped_as
@@ -48,19 +49,19 @@ def shown(columns: Columns, modules: Modules, options: StateDictOptions, asked: 
         (key, fqn): leaf
         for key, column in columns.items()
         for fqn, leaf in column.items()
-        if isinstance(leaf, Lazy) and _flat_of(modules, fqn) is not None
+        if isinstance(leaf, Lazy) and _view_of(modules, fqn) is not None
     }
     if not lazy:
         return columns
-    meshes = {id(wrapper._handle): getattr(wrapper, "_device_mesh", None) for wrapper in _wrappers(modules)}
-    cuts = {place: Cut.of(modules, place[1], leaf, meshes, options, rank_0_only) for place, leaf in lazy.items()}
+    shown_over = _shown_over(modules)
+    cuts = {place: Cut.of(modules, place[1], leaf, shown_over, options, rank_0_only) for place, leaf in lazy.items()}
     names = {place: "/".join([place[1], str(place[0])]) for place in lazy}
     shared: dict[Hashable, str] = {}  # tied names share an expression, and what is made of it
     sources = {place: shared.setdefault((place[0], id(leaf)), names[place]) for place, leaf in lazy.items()}
     meetings: dict[tuple[int, ...], dict[str, Request]] = {}
     for place, leaf in lazy.items():
         if sources[place] == names[place]:
-            ranks = tuple(sorted(ranks_of([cuts[place].flat.layout])))
+            ranks = tuple(sorted(ranks_of([cuts[place].view.layout])))
             meetings.setdefault(ranks, {})[names[place]] = cuts[place].request(leaf)
     made: dict[str, torch.Tensor] = {}
     for ranks in sorted(meetings):  # in the same order on all ranks
@@ -75,9 +76,9 @@ def shown(columns: Columns, modules: Modules, options: StateDictOptions, asked: 
     }
 
 
-def _flat_of(modules: Modules, fqn: str) -> Flat | None:
+def _view_of(modules: Modules, fqn: str) -> FlatView | None:
     live = modules.tensors.get(fqn)
-    return None if live is None or live.flat is None else live.flat.flat
+    return None if live is None else live.flat
 
 
 @frozen(eq=False)
@@ -85,14 +86,15 @@ class Cut:
     """How one parameter is shown.
 
     Attributes:
-        layout: Along its first dim over the ranks that its flat parameter lies over; ``None`` for a whole one.
-        mesh: The DeviceMesh that FSDP was given, if it was.
+        mesh: The DeviceMesh over which it is shown; ``None`` for a ShardedTensor.
+        placements: How torch says that it lies over it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    flat: Flat
+    view: FlatView
     mesh: Any
+    placements: list[Any]
     options: StateDictOptions
     rank_0_only: bool
 
@@ -102,23 +104,27 @@ class Cut:
         modules: Modules,
         fqn: str,
         leaf: Lazy,
-        meshes: Mapping[int, Any],
+        shown_over: Mapping[int, tuple[Any, Any]],
         options: StateDictOptions,
         rank_0_only: bool,
     ) -> Cut:
-        """Find how a parameter is shown; ``meshes`` by the identity of FSDP's handles."""
-        flat = _flat_of(modules, fqn)
-        assert flat is not None
-        return cls(leaf.shape, leaf.dtype, flat, meshes.get(id(flat.handle)), options, rank_0_only)
+        """Find how a parameter is shown; ``shown_over`` as ``_shown_over`` gives it."""
+        view = _view_of(modules, fqn)
+        assert view is not None
+        mesh, data = shown_over.get(id(view.flat.handle), (None, None))
+        placements: list[Any] = [] if mesh is None else shown_placements(mesh, data)
+        if view.across is not None:
+            placements[view.across.tensor_axis] = view.across.tensor_placement
+        return cls(leaf.shape, leaf.dtype, view, mesh, placements, options, rank_0_only)
 
     @property
     def layout(self) -> Layout:
         """How it is cut, if it is not wanted whole: along its first dim."""
-        return Layout(self.flat.layout.mesh, self.flat.layout.placements)
+        return Layout(self.view.layout.mesh, self.view.layout.placements)
 
     def request(self, leaf: Lazy) -> Request:
         """Ask for what this rank has to show."""
-        device = torch.device("cpu") if self.options.cpu_offload else self.flat.parameter.device
+        device = torch.device("cpu") if self.options.cpu_offload else self.view.flat.parameter.device
         if not self.options.full_state_dict:
             out = torch.empty(self.layout.local_shape(self.shape, this_rank()), dtype=self.dtype, device=device)
             return Request(leaf, self.layout, False, out)
@@ -134,12 +140,11 @@ class Cut:
         return self._as_sharded_tensor(local) if self.mesh is None else self._as_dtensor(local)
 
     def _as_dtensor(self, local: torch.Tensor) -> Any:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor
 
-        placements = [Replicate() for _ in range(self.mesh.ndim - 1)] + [Shard(0)]
         shape = torch.Size(self.shape)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
     def _as_sharded_tensor(self, local: torch.Tensor) -> Any:
         from torch.distributed._shard.metadata import ShardMetadata
@@ -147,7 +152,7 @@ class Cut:
         from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
         from torch.distributed._shard.sharded_tensor.shard import Shard
 
-        group, device = self.flat.handle.process_group, local.device
+        group, device = self.view.flat.handle.process_group, local.device
         ranks = dist.get_process_group_ranks(group)
         pieces: list[ShardMetadata] = []
         shards: list[Shard] = []
@@ -181,6 +186,18 @@ def _wrappers(modules: Modules) -> Iterator[Any]:
                 yield module
 
 
+def _shown_over(modules: Modules) -> dict[int, tuple[Any, Any]]:
+    """Give the DeviceMesh over which torch shows what is in a flat parameter, and the one that FSDP was given.
+
+    By the identity of FSDP's handles, where it was given one. Over tensor parallelism it is the mesh of both, for what
+    that has not cut too.
+    """
+    given = {id(wrapper._handle): getattr(wrapper, "_device_mesh", None) for wrapper in _wrappers(modules)}
+    views = [live.flat for live in modules.tensors.values() if live.flat is not None and live.flat.across is not None]
+    both = {given[id(view.flat.handle)]: view.across.mesh for view in views if view.across is not None}
+    return {handle: (both.get(mesh, mesh), mesh) for handle, mesh in given.items() if mesh is not None}
+
+
 def has_flats(modules: Modules) -> bool:
     """Tell whether FSDP1 wraps any part of a model."""
     return next(_wrappers(modules), None) is not None
@@ -201,7 +218,7 @@ def with_rows_from_elsewhere(state: OptimState, modules: Modules, asked: str) ->
     for fqn in state.fqns:
         view = None if (live := modules.tensors.get(fqn)) is None else live.flat
         if view is not None and view.flat.is_sharded:
-            ranks = tuple(sorted(ranks_of([view.flat.layout])))
+            ranks = tuple(sorted(ranks_of([view.layout])))
             flats.setdefault(ranks, {})[fqn] = view
     slots: dict[Slot, dict[str, Any]] = {slot: dict(column) for slot, column in state.slots.items()}
     for ranks, views in sorted(flats.items(), key=lambda item: item[0]):

@@ -20,6 +20,7 @@ from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._flats import has_flats, shown, with_rows_from_elsewhere
 from fdsd.compat._loans import lend
 from fdsd.compat._options import StateDictOptions, reading_optimizers
+from fdsd.compat._verdict import Findings, agreed
 from fdsd.data.columns import as_path, join_sequences
 from fdsd.data.errors import Unsupported, listing
 from fdsd.data.flat_optim import flatten, unflatten
@@ -27,6 +28,7 @@ from fdsd.data.optim import OptimState
 from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import as_mapping
 from fdsd.data.values import is_sequence
+from fdsd.engine.meetings import meetings_of
 
 __all__ = [
     "as_osd",
@@ -89,11 +91,34 @@ def is_for_rank_0(modules: Modules, options: StateDictOptions) -> bool:
 
 
 def shown_state(
-    modules: Modules, optimizers: Sequence[Optimizer], options: StateDictOptions, *, rank_0_only: bool
+    modules: Modules,
+    optimizers: Sequence[Optimizer],
+    options: StateDictOptions,
+    *,
+    rank_0_only: bool,
+    fault: Exception | None = None,
 ) -> OptimState:
-    """Read the state of optimizers as torch shows it. Collective, if FSDP1 has flat parameters."""
-    asked = reading_optimizers(options)
-    state = with_rows_from_elsewhere(read_state(modules, optimizers), modules, asked)
+    """Read the state of optimizers as torch shows it. Collective, if it is gathered or FSDP1 has flat parameters.
+
+    Args:
+        modules: The model.
+        optimizers: The optimizers.
+        options: How it is shown.
+        rank_0_only: Whether rank 0 alone gets it.
+        fault: What went wrong on this rank before: others that gather would wait for it.
+
+    Raises:
+        LoadError: The state cannot be read on some ranks; on all ranks over which the model lies.
+    """
+    asked, state = reading_optimizers(options), OptimState({}, ())
+    try:
+        if fault is None:
+            state = read_state(modules, optimizers)
+    except Exception as error:
+        fault = error
+    meets = options.full_state_dict or has_flats(modules)
+    agreed(Findings(), fault, meetings_of(modules, ()) if meets else [], f"{asked}: whether it can be read")
+    state = with_rows_from_elsewhere(state, modules, asked)
     return state.replace(slots=shown(state.slots, modules, options, asked, rank_0_only=rank_0_only))
 
 
@@ -285,10 +310,13 @@ def _with_strays(found: OptimState, flat: Mapping[str, Any], known: set[str]) ->
     names = known | listed | there
     slots: dict[Any, dict[str, Any]] = {}
     for key, value in flat.items() if listed else ():
+        if not key.startswith("state."):
+            continue
         rest = key.removeprefix("state.")
-        cuts = {rest, *[rest[:i] for i, letter in enumerate(rest) if letter == "."]}
-        if key.startswith("state.") and cuts.isdisjoint(names):
-            name, dot, slot = rest.rpartition(".")
+        name, dot, slot = rest.rpartition(".")
+        if name in names:
+            continue  # nearly all do
+        if {rest, *[rest[:i] for i, letter in enumerate(rest) if letter == "."]}.isdisjoint(names):
             slots.setdefault(slot if dot else (), {})[name if dot else rest] = value
     if not slots:
         return found

@@ -200,8 +200,8 @@ def _nothing(osd: Any, options: StateDictOptions) -> Findings:
             "The option indicates that model state_dict is required to save, or load but optim state_dict is empty. "
             f"{osd}"
         )
-    told = f"The optimizer state dict is empty on rank {this_rank()}, and not on all"
-    return Findings(errors=[f"{told}. broadcast_from_rank0=True loads what rank 0 has."], is_empty=True)
+    text = f"The optimizer state dict is empty on rank {this_rank()}, and not on all"
+    return Findings(errors=[f"{text}. broadcast_from_rank0=True loads what rank 0 has."], is_empty=True)
 
 
 def _is_cut(modules: Modules) -> bool:

@@ -13,7 +13,8 @@ from attrs import frozen
 
 from fdsd.comms.alone import this_rank
 from fdsd.comms.dtensors import layout_of_dtensor
-from fdsd.comms.kinds import is_dtensor, is_sharded_tensor, parts_of, spec_of_kind, with_parts
+from fdsd.comms.kinds import is_sharded_tensor, parts_of, spec_of_kind, with_parts
+from fdsd.comms.modules import is_dtensor
 from fdsd.data.errors import SpecMismatch, Unsupported
 from fdsd.data.spec import TensorSpec
 from fdsd.layout.pieces import Pieces

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fdsd.comms.kinds import Once, is_dtensor, is_sharded_tensor
+from fdsd.comms.kinds import Once, is_sharded_tensor
+from fdsd.comms.modules import is_dtensor
 from fdsd.comms.worlds import is_among, world_in
 from fdsd.compat._companions import CompanionMismatch, are_alike, companions, copied
 from fdsd.compat._cpu_memory import Allocator, check_pinning, to_cpu

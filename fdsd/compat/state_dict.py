@@ -191,7 +191,7 @@ def get_optimizer_state_dict(
 
     Raises:
         OptionError: The options do not go together.
-        LoadError: There are no optimizers.
+        LoadError: There are no optimizers; or other ranks that gather cannot read theirs.
         RankDisagreement: Ranks that gather have other options.
         UnknownName: An optimizer has parameters that the model has not.
 
@@ -202,11 +202,10 @@ def get_optimizer_state_dict(
     given, (several, fault) = checked(options), _given(optimizers, needed=True)
     modules = read_model(model, given)
     submodule_prefixes(model, submodules, given)
-    if fault is not None:
-        raise fault
     with own_methods(several):
         only = is_for_rank_0(modules, given)
-        state: dict[str, Any] = as_osd(shown_state(modules, several, given, rank_0_only=only), given)
+        found = shown_state(modules, several, given, rank_0_only=only, fault=fault)
+        state: dict[str, Any] = as_osd(found, given)
     made = _brought(state, given, reading_optimizers(given), rank_0_only=only)
     if made or given.cpu_offload or given.flatten_optimizer_state_dict:
         return made

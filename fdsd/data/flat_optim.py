@@ -13,7 +13,7 @@ elsewhere. What it cannot carry, and what ``unflatten`` gives without ``like`` (
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fdsd.data.columns import Item, Path, Slot, as_path, as_slot, is_empty, join_sequences, walk
@@ -51,28 +51,30 @@ def flatten(state: OptimState, *, whole_sequences: bool = False) -> StateDict[An
     >>> flatten(OptimState({"step": {"w": 3}}, (ParamGroup(("w",), {"lr": 0.1}),))).to_dict()
     {'state.w.step': 3, 'param_groups.w.lr': 0.1}
     """
-    return StateDict.trusted({item.key: item.value for item in _items(state, whole_sequences=whole_sequences)})
+    slots = join_sequences(state.slots) if whole_sequences else state.slots
+    pairs = [(item.key, item.value) for item in _state_items(state, slots)]
+    pairs += _option_pairs(state)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        _refuse_twice([key for key, _ in pairs])
+    return StateDict.trusted(made)
 
 
 class _Item(NamedTuple):
-    """One value: its flat key, the parameter, and the path in its state or the name of the option."""
+    """One value of a parameter's state: its flat key, the parameter, and the path in its state."""
 
     key: str
     fqn: str
-    place: Any
+    path: Path
     value: Any
 
 
-def _items(state: OptimState, *, whole_sequences: bool = False) -> list[_Item]:
-    """List all values with their flat keys, each key once."""
-    slots = join_sequences(state.slots) if whole_sequences else state.slots
-    items = [*_state_items(state, slots), *_option_items(state)]
-    if double := twice(item.key for item in items):
+def _refuse_twice(keys: Iterable[str]) -> None:
+    if double := twice(keys):
         raise NameConflict(
             f"flatten_optim: {plural(len(double), 'flat name')} for two values each: {listing(double)}. "
             "Rename the parameters or the slots first."
         )
-    return items
 
 
 def _text(path: Path) -> str:
@@ -80,30 +82,39 @@ def _text(path: Path) -> str:
 
 
 def _state_items(state: OptimState, slots: Mapping[Slot, Mapping[str, Any]]) -> Iterator[_Item]:
-    rows: dict[str, list[tuple[Path, Any]]] = {name: [] for name in state.fqns}
+    rows: dict[str, list[tuple[str, Path, Any]]] = {name: [] for name in state.fqns}
     for slot, column in slots.items():
         path = as_path(slot)
+        text = f".{_text(path)}" if path else ""
         for name, value in column.items():
             if not is_empty(value):
-                rows.setdefault(name, []).append((path, value))
+                rows.setdefault(name, []).append((text, path, value))
     for name, row in rows.items():
-        for path, value in row:
-            yield _Item(f"{_STATE}{name}.{_text(path)}" if path else f"{_STATE}{name}", name, path, value)
+        for text, path, value in row:
+            yield _Item(f"{_STATE}{name}{text}", name, path, value)
 
 
-def _option_items(state: OptimState) -> Iterator[_Item]:
+def _options_of(group: ParamGroup) -> list[tuple[Any, str, Any]]:
+    """List the options of a group, with their names as texts."""
+    options: list[tuple[Any, str, Any]] = [(option, str(option), value) for option, value in group.options.items()]
+    if odd := [text for _, text, _ in options if "." in text]:
+        raise Unsupported(
+            f"flatten_optim: options with a dot in their name cannot be told from names of parameters: "
+            f"{listing(odd)}. Rename them in the groups first."
+        )
+    if group.named:
+        options.append(("param_names", "param_names", list(group.fqns)))  # whole for each name, as torch does
+    return options
+
+
+def _option_pairs(state: OptimState) -> list[tuple[str, Any]]:
+    made: list[tuple[str, Any]] = []
     for group in state.groups:
-        options = [(option, str(option), value) for option, value in group.options.items()]
-        if odd := [text for _, text, _ in options if "." in text]:
-            raise Unsupported(
-                f"flatten_optim: options with a dot in their name cannot be told from names of parameters: "
-                f"{listing(odd)}. Rename them in the groups first."
-            )
-        if group.named:
-            options.append(("param_names", "param_names", list(group.fqns)))  # whole for each name, as torch does
+        options = [(f".{text}", value) for _, text, value in _options_of(group)]
         for name in group.fqns:
-            for option, text, value in options:
-                yield _Item(f"{_GROUPS}{name}.{text}", name, option, value)
+            start = _GROUPS + name
+            made += [(start + text, value) for text, value in options]
+    return made
 
 
 def unflatten(flat: Mapping[str, Any], like: OptimState | None = None, *, strict: bool = True) -> OptimState:
@@ -148,12 +159,10 @@ def unflatten(flat: Mapping[str, Any], like: OptimState | None = None, *, strict
 
 
 def _check_keys(flat: Mapping[str, Any]) -> None:
-    def is_fine(key: object) -> bool:
-        if not isinstance(key, str):
-            return False
-        return key.startswith(_STATE) or (key.startswith(_GROUPS) and "." in key[len(_GROUPS) :])
-
-    if odd := [key for key in flat if not is_fine(key)]:
+    given: Iterable[Any] = flat
+    names = [key for key in given if not (isinstance(key, str) and key.startswith(_STATE))]
+    start = len(_GROUPS)
+    if odd := [key for key in names if not (isinstance(key, str) and key.startswith(_GROUPS) and "." in key[start:])]:
         raise UnknownName(
             f"unflatten_optim: {plural(len(odd), 'key')} not of the form 'state.<fqn>.<slot>' or "
             f"'param_groups.<fqn>.<option>': {listing(odd)}."
@@ -164,23 +173,34 @@ class _Known:
     """What ``like`` tells about keys: its own, its names, the slots and options that texts stand for."""
 
     def __init__(self, like: OptimState | None) -> None:
-        items = [] if like is None else _items(like)
-        whole = [] if like is None else _items(like, whole_sequences=True)
-        self.state = {item.key: item for item in items if item.key.startswith(_STATE)}
-        self.options = {str(item.place): item.place for item in items if item.key.startswith(_GROUPS)}
-        self.required = [item.key for item in whole if item.place != "param_names"]
+        self._like = OptimState() if like is None else like
+        items = list(_state_items(self._like, self._like.slots))
+        self.state = {item.key: item for item in items}
+        if len(self.state) < len(items):
+            _refuse_twice(item.key for item in items)
+        groups = [_options_of(group) for group in self._like.groups]
+        for options in groups:
+            _refuse_twice(text for _, text, _ in options)
+        self.options = {text: option for options in groups for option, text, _ in options}
+        self._whole = join_sequences(self._like.slots)
         self.sequences = {
-            _text(item.place): type(item.value)
-            for item in whole
-            if item.key.startswith(_STATE) and is_sequence(item.value)
+            _text(as_path(slot)): type(value)
+            for slot, column in self._whole.items()
+            for value in column.values()
+            if is_sequence(value)
         }
-        self.names: set[str] = set() if like is None else set(like.fqns)
+        self.names: set[str] = set(self._like.fqns).union(*self._like.slots.values())
         self.slots: dict[str, set[Path]] = {}
-        if like is None:
-            return
-        for slot, column in like.slots.items():
-            self.names.update(column)
+        for slot in self._like.slots:
             self.slots.setdefault(_text(as_path(slot)), set()).add(as_path(slot))
+
+    def required(self) -> Iterator[str]:
+        """Give the keys that the flat form of ``like`` has."""
+        yield from [item.key for item in _state_items(self._like, self._whole)]
+        for group in self._like.groups:
+            texts = [f".{text}" for option, text, _ in _options_of(group) if option != "param_names"]
+            for name in group.fqns:
+                yield from [_GROUPS + name + text for text in texts]
 
     def path(self, text: str) -> Path:
         """Give the path that the text of a slot stands for."""
@@ -210,7 +230,7 @@ def _read_state(flat: Mapping[str, Any], known: _Known, options: Options) -> Row
         if not key.startswith(_STATE):
             continue
         if (own := known.state.get(key)) is not None:
-            rows.setdefault(own.fqn, {})[own.place] = value
+            rows.setdefault(own.fqn, {})[own.path] = value
             continue
         readings = _readings(key[len(_STATE) :], names, known)
         if len(readings) > 1:
@@ -278,7 +298,7 @@ def _sketch(value: Any, depth: int = 3) -> Hashable:
 
 
 def _check_complete(flat: Mapping[str, Any], known: _Known, names: set[str]) -> None:
-    missing = [key for key in known.required if key not in flat]
+    missing = [key for key in known.required() if key not in flat]
     if missing:  # a list may be there item by item
         heads = {key[:cut] for key in flat for cut in _dots(key)}
         missing = [key for key in missing if key not in heads]
@@ -314,7 +334,7 @@ def _groups_like(like: OptimState, options: Options, *, strict: bool) -> list[Pa
             problems += [
                 f"{key!r} is {merged[key]!r} for {first!r} and {value!r} for {name!r}"
                 for name, value in given[1:]
-                if not same_option(merged[key], value)
+                if value is not merged[key] and not same_option(merged[key], value)
             ]
             if key in extra and key != "param_names":
                 missing += [f"{_GROUPS}{name}.{key}" for name, row in rows.items() if key not in row]

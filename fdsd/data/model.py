@@ -16,7 +16,7 @@ from fdsd.data.groups import ParamGroup, twice
 from fdsd.data.plain_json import decode, dtype_of, encode, parse
 from fdsd.data.spec import TensorSpec, dtype_name
 from fdsd.data.statedict import StateDict
-from fdsd.data.values import is_dict, is_sequence, several
+from fdsd.data.values import is_dict, is_mapping, is_sequence, several
 
 __all__ = ["ModelSpec", "TensorEntry"]
 
@@ -74,9 +74,14 @@ _DEFAULTS: dict[str, Any] = {"persistent": True, "trainable": True, "tied_to": N
 
 
 def _to_entries(entries: Mapping[str, TensorEntry]) -> StateDict[TensorEntry]:
+    given: Any = entries
+    remedy = "describe(model) makes the ModelSpec of a model."
+    if not is_mapping(given):
+        kind: str = type(given).__name__
+        raise Unsupported(f"ModelSpec: entries are a mapping of names to TensorEntry, not {kind}. {remedy}")
     made = StateDict(dict(entries))
     if odd := [name for name, entry in made.items() if not isinstance(entry, TensorEntry)]:
-        raise Unsupported(f"ModelSpec: entries are TensorEntry; these are not: {listing(odd)}.")
+        raise Unsupported(f"ModelSpec: entries are TensorEntry; these are not: {listing(odd)}. {remedy}")
     return made
 
 

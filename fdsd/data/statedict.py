@@ -260,8 +260,8 @@ def require_mapping(value: object, what: str) -> Mapping[str, Any]:
     found = as_mapping(value)
     if found is None:
         raise Unsupported(
-            f"{what}: it takes a mapping of names to tensors, not {type(value).__name__}. For a module, give its "
-            "state_dict(); for a file, fdsd.open(path)."
+            f"{what}: it takes a mapping of names to tensors, not {type(value).__name__}. For a module, give "
+            "fdsd.capture(module).model; for a file, fdsd.open(path)."
         )
     return found
 

@@ -70,10 +70,8 @@ def _refuse_lazy(modules: Any) -> None:
 
 
 def _optim(modules: Any, optimizers: Any) -> OptimState | None:
-    several = isinstance(optimizers, Iterable)
-    given: list[Any] = [*optimizers] if several else [optimizers]
-    if not given:
-        return None
+    from fdsd.comms.live_optimizers import listed
     from fdsd.comms.optimizers import read_optimizers
 
-    return read_optimizers(modules, given)
+    given = listed(optimizers)
+    return read_optimizers(modules, given) if given else None

@@ -30,7 +30,8 @@ def describe(
     Returns:
         For each tensor, in the order of ``state_dict`` and under each of its names, its spec and role; non-persistent
         buffers too. The layout of a DTensor is what ``Layout.to_data`` gives; that of a parameter which FSDP1 has
-        flattened is the start, size and ranks of each piece of the flattened parameter. It is the same on all ranks,
+        flattened is the start, size and ranks of each piece of the flattened parameter (over tensor parallelism, what
+        its ranks hold is flattened, one part after the other). It is the same on all ranks,
         unless a tensor's mesh is a slice of a larger one, such as ``mesh["tp"]``: then each rank tells of its own
         slice, and of the ranks in that, since nothing says that what lies over the others is the same tensor.
 
@@ -73,11 +74,7 @@ def _data(layout: Any) -> Any:
 
 
 def _groups(modules: Any, optimizers: Any) -> list[tuple[ParamGroup, ...]]:
-    several = isinstance(optimizers, Iterable)
-    given: list[Any] = [*optimizers] if several else [optimizers]
-    if not given:
-        return []
     from fdsd.comms.live_optimizers import live_optimizers
     from fdsd.comms.optimizers import state_of
 
-    return [state_of(live, modules).groups for live in live_optimizers(modules, given)]
+    return [state_of(live, modules).groups for live in live_optimizers(modules, optimizers)]

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from fdsd.comms.installing import is_meta
 from fdsd.comms.live import LiveTensor, Modules
-from fdsd.data.errors import SpecMismatch, listing
+from fdsd.data.errors import SpecMismatch, add_note, listing
 from fdsd.data.memory import is_expanded, is_grid, is_same_view
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, dtype_name, is_exact, spec_of
@@ -73,7 +73,7 @@ def specs_of(modules: Modules) -> StateDict[Any]:
 
 
 def problems_of(
-    state: Outline, modules: Modules, wanted: Mapping[str, Any], match: Match, rules: Rules, hollow: Iterable[str]
+    state: Outline, modules: Modules, wanted: Mapping[str, Any], match: Match, rules: Rules, on_meta: Iterable[str]
 ) -> list[Problem]:
     """Find all that stops a load.
 
@@ -83,9 +83,9 @@ def problems_of(
         wanted: The specs of what it expects.
         match: What goes where.
         rules: How strictly it has to fit.
-        hollow: What has no memory and gets nothing from the state.
+        on_meta: What has no memory and gets nothing from the state.
     """
-    left = _left(hollow, modules, wanted) if rules.init is None else []
+    left = _left(on_meta, modules, wanted) if rules.init is None else []
     fixed = _fixed(state, modules, match) if rules.dtype == "source" else []
     return [*_hollow(state, wanted), *match.problems, *left, *fixed, *unwritable(state, modules, match, rules)]
 
@@ -96,7 +96,12 @@ def _hollow(state: Outline, wanted: Mapping[str, Any]) -> list[Problem]:
     if not names:
         return []
     return [
-        Problem("spec", f"{listing(names)} have no data in the state (specs, or on the meta device).", tuple(names))
+        Problem(
+            "spec",
+            f"{listing(names)} have no data in the state (specs, or on the meta device). Open the checkpoint itself, "
+            "or give the module memory first.",
+            tuple(names),
+        )
     ]
 
 
@@ -107,11 +112,11 @@ def left_on_meta(modules: Modules, match: Match) -> tuple[str, ...]:
     return tuple([name for name in on_meta if loaded.isdisjoint((name, *modules.aliases_of(name)))])
 
 
-def _left(hollow: Iterable[str], modules: Modules, wanted: Mapping[str, Any]) -> list[Problem]:
+def _left(on_meta: Iterable[str], modules: Modules, wanted: Mapping[str, Any]) -> list[Problem]:
     """Find what has no memory and will not get any, unless a filter leaves it out."""
     needed = [
         name
-        for name in hollow
+        for name in on_meta
         if modules.tensors[name].persistent and any(one in wanted for one in (name, *modules.aliases_of(name)))
     ]
     if needed:
@@ -177,12 +182,12 @@ def _refusal(local: torch.Tensor, leaf: Any) -> str | None:
     return None if is_exact(given) and is_grid(given) and is_same_view(given.detach(), local) else f"{why} in the model"
 
 
-def made_by_init(name: str, made: Any, live: LiveTensor, rules: Rules) -> torch.Tensor:
-    """Give what ``init`` made, if it fits.
+def made_by_init(name: str, init: Init, live: LiveTensor, rules: Rules) -> torch.Tensor | None:
+    """Give what ``init`` makes, if it fits; ``None`` if it makes nothing.
 
     Args:
         name: The name in the model.
-        made: What it made.
+        init: Makes it.
         live: The live tensor.
         rules: Whether it is cast to the dtype of the live tensor.
 
@@ -190,6 +195,13 @@ def made_by_init(name: str, made: Any, live: LiveTensor, rules: Rules) -> torch.
         SpecMismatch: It is no tensor, has no data, another shape, or a dtype of another kind.
     """
     spec = live.spec
+    try:
+        made: Any = init(name, spec)
+    except Exception as error:
+        add_note(error, f"while init made {name!r}, {spec}")
+        raise
+    if made is None:
+        return None
     given = spec_of(made) if isinstance(made, torch.Tensor) else type(made).__name__
     if not is_exact(made) or tuple(made.shape) != spec.shape:
         raise SpecMismatch(f"init gave {given} for {name!r}, which is {spec}. Give a tensor of this shape.")

@@ -6,7 +6,7 @@ What fits is ``matching``'s business; what a model or an optimizer wants, and ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +50,7 @@ class LoadReport:
         initialised: The names that ``init`` made.
         left_on_meta: Non-persistent buffers that have no memory still: no state holds them. Give ``init``.
         without_state: The parameters for which the optimizer's state had nothing.
+        with_state: Those for which it had something, which was loaded.
     """
 
     loaded: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class LoadReport:
     initialised: tuple[str, ...] = ()
     left_on_meta: tuple[str, ...] = ()
     without_state: tuple[str, ...] = ()
+    with_state: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         rest = ("missing", "unexpected", "untied", "initialised", "left_on_meta", "without_state")
@@ -66,7 +68,8 @@ class LoadReport:
             f"{what.replace('_', ' ')}: {listing(names, sort=False)}" for what in rest if (names := getattr(self, what))
         ]
         first = f"{plural(len(self.loaded), 'name')} loaded"
-        return f"<LoadReport: {'; '.join([first, *told])}>"
+        optim = [f"state of {plural(len(self.with_state), 'parameter')} loaded"] if self.with_state else []
+        return f"<LoadReport: {'; '.join([first, *optim, *told])}>"
 
 
 @frozen(eq=False)
@@ -94,6 +97,7 @@ class Asked:
     @classmethod
     def of(cls, state: Any, model: Any, optimizers: Any, rules: Rules) -> Asked:
         """Read what was given."""
+        from fdsd.comms.live_optimizers import listed
         from fdsd.comms.modules import read_modules
 
         optim = state.optim if isinstance(state, TrainState) else state if isinstance(state, OptimState) else None
@@ -101,10 +105,8 @@ class Asked:
         if not is_mapping(weights):
             raise Unsupported(f"restore: a state is a mapping of names to leaves, not {type(weights).__name__}.")
         modules = read_modules(model)
-        several = isinstance(optimizers, Iterable)
-        given: list[Any] = [*optimizers] if several else [optimizers]
         kind = "optimizer" if isinstance(state, OptimState) else "model" if weights or optim else "nothing"
-        return cls(kind, weights, optim, modules, specs_of(modules), tuple(given), rules)
+        return cls(kind, weights, optim, modules, specs_of(modules), tuple(listed(optimizers)), rules)
 
 
 @frozen(eq=False)
@@ -154,7 +156,8 @@ def _check_optimizers(asked: Asked, kinds: set[Any], have_optim: set[Any], have_
     if asked.optimizers and True not in have_optim:
         raise Unsupported(
             "restore: optimizers were given, and the state holds none. Give a TrainState(state, optim), whose optim is "
-            "that of a capture, or OptimState.from_torch() of torch's dict; or leave the optimizers out."
+            "that of a capture, unflatten_optim() of the flat form, or OptimState.from_torch() of torch's dict; or "
+            "leave the optimizers out."
         )
     if "model" not in kinds and "optimizer" in kinds and True not in have_optimizers:
         raise Unsupported("restore: the state is an optimizer's, and no optimizers were given.")
@@ -201,6 +204,7 @@ class Restoring:
         world: Who works together.
         model: The loading of the model.
         optim: The loading of the optimizers.
+        outline: What the ranks hold of the model.
         table: The state of the optimizers.
         staged: Whether it is all or nothing.
     """
@@ -345,9 +349,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _report(model: ModelLoad | None, optim: OptimLoad | None) -> LoadReport:
-    without = () if optim is None else optim.without_state
+    without, stated = ((), ()) if optim is None else (optim.without_state, optim.with_state)
     if model is None:
-        return LoadReport(without_state=without)
+        return LoadReport(without_state=without, with_state=stated)
     match = model.match
     return LoadReport(
         match.loaded,
@@ -357,4 +361,5 @@ def _report(model: ModelLoad | None, optim: OptimLoad | None) -> LoadReport:
         tuple(model.initialised),
         model.left_on_meta,
         without,
+        stated,
     )

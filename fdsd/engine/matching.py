@@ -135,7 +135,7 @@ def match_state(
             problems += _differences(other, state[other], spec, dtype)
     unexpected = [name for name in state if name not in wanted and name not in elsewhere]
     lacking = [name for name in missing if name not in hollow]
-    problems += _absent(lacking, unexpected, wanted, allow_missing)
+    problems += _absent(lacking, unexpected, wanted, allow_missing, is_empty=not state)
     problems += _surplus(unexpected, state, missing, allow_unexpected)
     loaded = [name for name in wanted if groups.get(name, (name,))[0] in loads]
     return Match(loads, tuple(loaded), tuple(missing), tuple(unexpected), tuple(untied), tuple(problems))
@@ -177,11 +177,16 @@ def excused(names: Collection[str], scope: Mapping[str, Any], allowed: Choice) -
     return set(allowed.pick(Scope({name: scope[name] for name in names}))[0])
 
 
-def _absent(missing: list[str], unexpected: list[str], wanted: Mapping[str, Any], allowed: Choice) -> Iterable[Problem]:
+def _absent(
+    missing: list[str], unexpected: list[str], wanted: Mapping[str, Any], allowed: Choice, *, is_empty: bool
+) -> Iterable[Problem]:
     fine = excused(missing, wanted, allowed)
     if left := [name for name in missing if name not in fine]:
         hint = _hint(left[0], unexpected)
-        text = f"missing in the state: {listing(left)}{hint}. Give allow_missing=... for what may be missing."
+        what = "the state, which is empty" if is_empty else "the state"
+        others = " If another rank has them, give group= on all." if is_empty else ""
+        remedy = f"Give allow_missing=... for what may be missing{_unmet(allowed, fine)}.{others}"
+        text = f"missing in {what}: {listing(left)}{hint}. {remedy}"
         yield Problem("missing", text, tuple(left))
 
 
@@ -189,9 +194,14 @@ def _surplus(unexpected: list[str], state: Mapping[str, Any], missing: list[str]
     fine = excused(unexpected, state, allowed)
     if left := [name for name in unexpected if name not in fine]:
         hint = _hint(left[0], missing)
-        remedy = _prefix_remedy(left, missing) or "drop() them, or give allow_unexpected=... ."
+        remedy = _prefix_remedy(left, missing) or f"drop() them, or give allow_unexpected=...{_unmet(allowed, fine)}."
         text = f"not expected by the model: {listing(left)}{hint}. {remedy}"
         yield Problem("unexpected", text, tuple(left))
+
+
+def _unmet(allowed: Choice, fine: Collection[str]) -> str:
+    """Say that patterns were given and win nothing, as ``*`` does, which is no wildcard here."""
+    return "" if fine or not allowed.patterns else "; what is given matches none of them ('{_...}' matches every name)"
 
 
 def _hint(name: str, others: list[str]) -> str:

@@ -11,6 +11,7 @@ from attrs import evolve
 from fdsd.algebra.evaluate import evaluate
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import world_for
+from fdsd.data.devices import parse_device
 from fdsd.data.errors import RankDisagreement, SpecMismatch, Unsupported, listing
 from fdsd.data.optim import OptimState
 from fdsd.data.protocols import World
@@ -72,7 +73,7 @@ def materialize(
     """
     if group is not None:
         return _materialize_over(state, world_for(group), device, budget)
-    limit = _check(state, budget)
+    limit, device = _check(state, budget, device)
     if isinstance(state, TrainState):
         optim = None if state.optim is None else materialize(state.optim, device=device, budget=budget)
         return evolve(state, model=_materialize(state.model, device, limit), optim=optim)
@@ -82,25 +83,27 @@ def materialize(
     return _materialize(state, device, limit)
 
 
-def _check(state: Any, budget: int | str | None) -> int | None:
+def _check(
+    state: Any, budget: int | str | None, device: torch.device | str | None
+) -> tuple[int | None, torch.device | None]:
     if not (isinstance(state, OptimState | TrainState) or is_mapping(state)):
         raise Unsupported(
             f"materialize: it reads states and mappings of names to leaves, not {type(state).__name__}. For a module, "
             "give capture(module); for a file, open(path)."
         )
-    return None if budget is None else parse_size(budget, "budget")
+    return None if budget is None else parse_size(budget, "budget"), parse_device("materialize", device)
 
 
 def _materialize_over(state: Any, world: World, device: torch.device | str | None, budget: int | str | None) -> Any:
     """Bring a state together over a group; collective."""
-    limit = together(world, "materialize", lambda: _check(state, budget))
+    limit, where = together(world, "materialize", lambda: _check(state, budget, device))
     optim = state.optim if isinstance(state, TrainState) else state if isinstance(state, OptimState) else None
     kind = next((kind.__name__ for kind in (TrainState, OptimState) if isinstance(state, kind)), "mapping")
     told = everyone(world, (kind, optim is not None), "materialize")
     if len({kind for kind, _ in told}) > 1:
         shown = ", ".join([f"rank {rank}: a {kind}" for rank, (kind, _) in zip(world.ranks, told, strict=True)][:10])
         raise RankDisagreement(f"materialize: the ranks give states of different kinds ({shown}). Give one kind.")
-    how: dict[str, Any] = {"device": device, "budget": limit, "keep": True}
+    how: dict[str, Any] = {"device": where, "budget": limit, "keep": True}
     if any(has_optim for _, has_optim in told):
         optim = gather_optim(OptimState() if optim is None else optim, world, **how)
     if isinstance(state, OptimState):

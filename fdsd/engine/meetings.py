@@ -65,9 +65,9 @@ def meetings_of(modules: Modules, values: Iterable[Any], *, everywhere: bool = F
         return [every_rank()] if len(every_rank()) > 1 else []
     live: dict[int, Any] = {}
     for one in modules.tensors.values():
-        key = _mesh_key(one.tensor if one.flat is None else one.flat.flat)
+        key = _mesh_key(one.tensor if one.flat is None else one.flat.layout.mesh)
         if key and key not in live:
-            live[key] = layout_of(one) if one.flat is None else one.flat.flat.layout
+            live[key] = layout_of(one) if one.flat is None else one.flat.layout
     given = {key: value for value in values if (key := _mesh_key(value)) and key not in live}
     found = {tuple(sorted(ranks_of([placement]))) for placement in live.values()}
     for value in given.values():  # from another mesh to those of the model
@@ -142,7 +142,7 @@ class Meetings:
 
     @property
     def collective(self) -> set[Meeting]:
-        """The meetings in which this rank has something to get."""
+        """The meetings in which this rank has something to get or to give."""
         return {ranks for ranks in self.requests if ranks}
 
     @property

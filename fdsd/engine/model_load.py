@@ -26,10 +26,11 @@ from fdsd.data.problem import Problem
 from fdsd.data.spec import is_exact, spec_of
 from fdsd.engine.copying import Cuts, Pair, copy_pairs, prepared
 from fdsd.engine.load_rules import Rules, left_on_meta, made_by_init, problems_of
-from fdsd.engine.matching import DtypeRule, Match, match_state
+from fdsd.engine.matching import Match, match_state
 from fdsd.engine.opaque import copies_of, copy_opaque
 from fdsd.engine.outlines import Outline
-from fdsd.engine.wishes import Flattening, Wish, label_of
+from fdsd.engine.wishes import Wish, label_of
+from fdsd.layout.flattening import Flattening
 from fdsd.layout.layout import Layout
 from fdsd.layout.local import local_of
 from fdsd.layout.wants import local_shape_of
@@ -106,7 +107,7 @@ class ModelLoad:
             self.twins.append((twin[0], twin[1]))
 
     def _ask(self, wish: Wish, name: str) -> None:
-        label = wish.source if wish.flattening is None else label_of(wish.source, wish.flattening)
+        label = label_of(wish.source, wish.flattening)
         self.wishes[label], self._names[label] = wish, name
 
     def _is_as_given(self, live: LiveTensor | None, leaf: Any) -> bool:
@@ -141,7 +142,9 @@ class ModelLoad:
         target: Any = live.tensor
         if is_exact(leaf):
             return self._is_copied(live, leaf, target) if is_exact(target) else self._is_cut(live, leaf)
-        if not (is_dtensor(leaf) and is_dtensor(target)) or is_meta(live):
+        if not (is_dtensor(leaf) and is_dtensor(target)):
+            return False
+        if is_meta(live) and not leaf._local_tensor.is_meta:  # it gets memory on the device of its mesh
             return False
         if not lie_alike(leaf, target):
             return False
@@ -216,15 +219,13 @@ class ModelLoad:
 
     def initialise(self) -> None:
         """Let ``init`` make what has no memory and gets none from the state."""
-        init = self.rules.init
-        if init is None:
+        if self.rules.init is None:
             return
         for name in self._to_initialise():
             live = self.modules.tensors[name]
-            made: Any = init(name, live.spec)
-            if made is None:
-                continue
-            self.initialised[name] = _local(live, made_by_init(name, made, live, self.rules), self.rules.device)
+            made = made_by_init(name, self.rules.init, live, self.rules)
+            if made is not None:
+                self.initialised[name] = _local(live, made, self.rules.device)
         self.left_on_meta = tuple([name for name in self.left_on_meta if name not in self.initialised])
         if lacking := [name for name in self._to_initialise() if self.modules.tensors[name].persistent]:
             raise SpecMismatch(f"init gave nothing for {listing(lacking)}, which are on the meta device and missing.")
@@ -312,7 +313,7 @@ class ModelLoad:
                 live = self.modules.tensors.get(name)
                 if live is None or name in self.modules.through:
                     continue
-                if is_meta(live) or _differs(self.rules.dtype, value.dtype, live.spec.dtype):
+                if is_meta(live) or (self.rules.dtype == "source" and value.dtype != live.spec.dtype):
                     install(self.modules, live, value)
                     installed.append(live)
                 elif self.rules.staged:
@@ -383,13 +384,8 @@ def plan_model(
     return load
 
 
-def _differs(rule: DtypeRule, source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether a tensor has to take another dtype."""
-    return rule == "source" and source != target
-
-
-def _flattening(live: LiveTensor) -> Flattening:
-    return None if live.flat is None else live.flat.order or ()
+def _flattening(live: LiveTensor) -> Flattening | None:
+    return None if live.flat is None else live.flat.flattening
 
 
 def _local(live: LiveTensor, whole: torch.Tensor, device: torch.device | None) -> torch.Tensor:

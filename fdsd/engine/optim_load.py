@@ -25,7 +25,7 @@ from fdsd.engine.matching import excused
 from fdsd.engine.optim_rows import Row, join_groups, rows_of
 from fdsd.engine.outlines import Outline, outline_of
 from fdsd.engine.unions import share_objects, union_of
-from fdsd.engine.wishes import Flattening, Wish, label_of
+from fdsd.engine.wishes import Wish, label_of
 from fdsd.layout.wants import local_shape_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class OptimLoad:
         problems: What has to stop the load.
         wishes: What is wanted, by label.
         without_state: The parameters of the optimizers for which the state has nothing.
+        with_state: Those for which it has something.
     """
 
     modules: Modules
@@ -57,6 +58,7 @@ class OptimLoad:
     problems: list[Problem] = field(factory=list)
     wishes: dict[str, Wish] = field(factory=dict)
     without_state: tuple[str, ...] = ()
+    with_state: tuple[str, ...] = ()
     _targets: dict[str, tuple[Row, SlotTarget]] = field(factory=dict)
     _values: dict[str, torch.Tensor] = field(factory=dict)
 
@@ -66,16 +68,10 @@ class OptimLoad:
 
         labels = {(row.slot, row.fqn): label for label, row in table.rows.items()}
         for (slot, fqn), target in slot_targets(self.modules, self.optimizers, self.state).items():
-            wish = _wish(target, labels[slot, fqn], self._flattening(target, fqn), staged=rules.staged)
+            wish = _wish(target, labels[slot, fqn], staged=rules.staged)
             label = label_of(wish.source, wish.flattening)
             self.wishes[label] = wish
             self._targets[label] = Row(slot, fqn, None), target
-
-    def _flattening(self, target: SlotTarget, fqn: str) -> Flattening:
-        if not target.is_flat:
-            return None
-        flat = self.modules.tensors[fqn].flat
-        return () if flat is None else flat.order or ()
 
     def take(self, label: str, value: torch.Tensor) -> None:
         """Accept a delivered local tensor."""
@@ -218,6 +214,7 @@ def plan_optim(
     ]
     lacks = known - {_first(modules, fqn) for column in state.slots.values() for fqn in column}
     load.without_state = tuple([fqn for fqn in state.fqns if _first(modules, fqn) in lacks])
+    load.with_state = tuple([fqn for fqn in state.fqns if _first(modules, fqn) not in lacks])
     return load
 
 
@@ -261,7 +258,8 @@ def _on_meta(load: OptimLoad) -> list[Problem]:
     return [Problem("unsupported", text, tuple(names))]
 
 
-def _wish(target: SlotTarget, source: str, flattening: Flattening, *, staged: bool) -> Wish:
+def _wish(target: SlotTarget, source: str, *, staged: bool) -> Wish:
+    flattening = target.flattening
     if target.memory is not None and not staged:
         return Wish(source, target.placement, flattening, target.memory)
     whole = target.spec.shape if flattening is None else (target.spec.numel,)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdsd.comms.alone import world_for
+from fdsd.data.devices import parse_device
 from fdsd.data.errors import Unsupported
 from fdsd.data.optim import OptimState
 from fdsd.data.train import TrainState
@@ -93,9 +94,9 @@ def restore(
             filter,
             choice("restore: allow_missing", *_several(allow_missing)),
             choice("restore: allow_unexpected", *_several(allow_unexpected)),
-            init,
+            _init(init),
             _dtype_rule(dtype),
-            None if device is None else torch.device(device),
+            parse_device("restore", device),
             staged,
         )
         return Asked.of(state, model, optimizers, rules)
@@ -106,6 +107,13 @@ def restore(
 def _several(which: Which) -> tuple[Which, ...]:
     """Give what ``choice`` takes: names that are none at all are no slip here."""
     return () if which in ((), []) else (which,)
+
+
+def _init(init: Any) -> Init | None:
+    found: Init | None = init
+    if init is not None and not callable(init):
+        raise Unsupported(f"restore: init is a function, init(fqn, spec), that gives a tensor, not {init!r}.")
+    return found
 
 
 def _dtype_rule(dtype: Any) -> DtypeRule:
@@ -133,7 +141,10 @@ def _check_state(state: Any) -> None:
     elif isinstance(state, torch.optim.Optimizer):
         made = f"{type(state).__name__}. Give fdsd.capture(model, optimizer).optim"
     else:
-        made = f"{type(state).__name__}. Give one mapping, or a TrainState for model and optimizers together"
+        made = (
+            f"{type(state).__name__}. Give one mapping, or a TrainState for model and optimizers together; with group= "
+            "a rank that has nothing to give gives {}"
+        )
     raise Unsupported(f"restore: a state is a mapping of names to leaves, not {made}.")
 
 

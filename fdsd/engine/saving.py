@@ -93,8 +93,9 @@ def save(
         given: Any = state
         if not isinstance(given, Mapping):
             raise Unsupported(
-                f"save: it writes a mapping of names to tensors, not {type(given).__name__}. Of a TrainState save "
-                "state.model, and the optimizer as flatten_optim(state.optim); of a module, capture(module).model."
+                f"save: it writes a mapping of names to tensors, not {type(given).__name__}. The order is "
+                "save(state, path). Of a TrainState save state.model, and flatten_optim()(state.optim) as .pt; of a "
+                "module, capture(module).model."
             )
         target = local_path(path)
         kind, is_file = of_target(target, format)

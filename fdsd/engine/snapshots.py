@@ -13,6 +13,7 @@ from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.memory import MemorySource
 from fdsd.algebra.ops.leaves import Origin
+from fdsd.data.devices import parse_device
 from fdsd.data.errors import SpecMismatch, Unsupported, listing
 from fdsd.data.groups import ParamGroup
 from fdsd.data.optim import OptimState
@@ -50,7 +51,7 @@ def snapshot(state: Any, *, device: torch.device | str = "cpu", pin: bool = Fals
     Raises:
         SpecMismatch: Some tensors are on the meta device, or specs, and have no data; all are named.
         Unsupported: There is no pinned memory without an accelerator, an object cannot be copied, or the device is the
-            meta device.
+            meta device or none of this machine.
 
     Law: ``materialize(snapshot(x))`` equals ``materialize(x)``, whatever is written to the tensors of ``x`` in between.
 
@@ -60,7 +61,7 @@ def snapshot(state: Any, *, device: torch.device | str = "cpu", pin: bool = Fals
     >>> kept["w"]
     tensor([0., 0.])
     """
-    copier = _Copier(torch.device(device), pin)
+    copier = _Copier(parse_device("snapshot", device) or torch.device("cpu"), pin)
     made = copier.state(state)
     copier.finish()
     return made
@@ -159,9 +160,9 @@ class _Copier:
         from fdsd.comms.modules import is_dtensor
 
         if is_dtensor(tensor):
-            from fdsd.comms.dtensors import local_of_dtensor, make_dtensor
+            from fdsd.comms.dtensors import local_of_dtensor, make_like
 
-            return make_dtensor(self._copied(local_of_dtensor(tensor), name), like=tensor)
+            return make_like(tensor, self._copied(local_of_dtensor(tensor), name))
         if tensor.is_meta:
             self._hollow.append(str(name))
             return tensor

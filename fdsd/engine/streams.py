@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fdsd.comms.alone import world_for
+from fdsd.data.devices import parse_device
 from fdsd.data.errors import Unsupported
 from fdsd.data.sizes import parse_size
 from fdsd.data.values import is_mapping
@@ -59,11 +60,12 @@ def stream(
         given: Any = state
         if not is_mapping(given):
             raise Unsupported(
-                f"stream: it takes a mapping of names to leaves, not {type(given).__name__}. For a module, give "
-                "capture(module).model; for a file, open(path)."
+                f"stream: it takes a mapping of names to leaves, not {type(given).__name__}. Of a TrainState "
+                "give state.model; of a module, capture(module).model; of a file, open(path)."
             )
         target = None if to == "all" else one_rank(to, "stream")
-        return dict(given), {"target": target, "device": device, "budget": parse_size(budget, "budget")}
+        where = parse_device("stream", device)
+        return dict(given), {"target": target, "device": where, "budget": parse_size(budget, "budget")}
 
     def begin() -> Iterator[tuple[str, torch.Tensor]]:
         leaves, how = together(world, "stream", asked)

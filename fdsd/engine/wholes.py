@@ -12,7 +12,8 @@ from attrs import define, field, frozen
 from fdsd.algebra.apply import defer_leaf
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
-from fdsd.comms.kinds import Once, is_dtensor, is_sharded_tensor, parts_of, reduced, spec_of_kind
+from fdsd.comms.kinds import Once, is_sharded_tensor, parts_of, reduced, spec_of_kind
+from fdsd.comms.modules import is_dtensor
 from fdsd.comms.worlds import members_of
 from fdsd.data.errors import FdsdError, add_note
 from fdsd.data.spec import TensorSpec
@@ -114,17 +115,14 @@ def gathered(
     """
     wants = wanting is None or this_rank() in wanting
     made: dict[str, torch.Tensor] = {}
-    move = Once(lambda one: parts_of(one)[0].detach().to(where.device))
     gathering, places, shared = _Gathering(wanting, wants), _Places(group, device, spare), _shared(tensors.values())
+    move = Once(lambda one: parts_of(one)[0].detach().to(places.of(one).device))
     for name in sorted(tensors):
         tensor = tensors[name]
-        where = places.of(tensor)
-        if where.is_here:
-            made.update({name: move(tensor)} if wants else {})
-            continue
-        spec = spec_of_kind(tensor)
-        if not spec.numel:
-            made.update({name: torch.empty(spec.shape, dtype=spec.dtype, device=where.device)} if wants else {})
+        where, spec = places.of(tensor), spec_of_kind(tensor)
+        if where.is_here or not spec.numel:
+            if wants:
+                made[name] = move(tensor) if where.is_here else _empty(spec, where.device)
             continue
         try:
             gathering.add(name, tensor, spec, where, shared)
@@ -134,6 +132,10 @@ def gathered(
     meetings = gathering.meetings
     made.update(meetings.run(meetings.collective, device=gathering.device, error=error, asked=asked))
     return made
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device)
 
 
 def _shared(tensors: Iterable[Any]) -> frozenset[int]:

@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from attrs import define
 
-from fdsd.algebra.apply import apply
 from fdsd.algebra.lazy import Lazy
-from fdsd.algebra.ops import MergeDims, Permute
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.data.errors import NameConflict, listing
 from fdsd.data.protocols import World
@@ -20,13 +18,11 @@ from fdsd.engine.overwriting import placement_of
 from fdsd.engine.request import Request
 from fdsd.engine.unions import everyone
 from fdsd.layout.cutting import Cutter, Spot
+from fdsd.layout.flattening import Flattening
 from fdsd.layout.pieces import Pieces
 from fdsd.layout.wants import Target, blocks_of
 
-__all__ = ["Flattening", "Wish", "label_of", "out_of_reach", "request_of", "requests_of"]
-
-Flattening = tuple[int, ...] | None
-"""How FSDP1 flattens a tensor: its dims in this order, none for their own; ``None``: it stays as it is."""
+__all__ = ["Wish", "label_of", "out_of_reach", "request_of", "requests_of"]
 
 
 @define(eq=False)  # not frozen: there are thousands, and that takes four times as long
@@ -43,20 +39,18 @@ class Wish:
 
     source: str
     target: Target = None
-    flattening: Flattening = None
+    flattening: Flattening | None = None
     out: torch.Tensor | None = None
     dtype: torch.dtype | None = None
 
 
-def label_of(source: str, flattening: Flattening = None) -> str:
+def label_of(source: str, flattening: Flattening | None = None) -> str:
     """Name what is wanted: the leaf, and its form if that is another one.
 
-    >>> label_of("w"), label_of("w", ()), label_of("w", (1, 0))
+    >>> label_of("w"), label_of("w", Flattening()), label_of("w", Flattening((1, 0)))
     ('w', 'w (flattened)', 'w (flattened as (1, 0))')
     """
-    if flattening is None:
-        return source
-    return f"{source} (flattened as {flattening})" if flattening else f"{source} (flattened)"
+    return source if flattening is None else f"{source} ({flattening})"
 
 
 def requests_of(
@@ -90,7 +84,7 @@ def requests_of(
         if wish is not None:
             made[label] = request_of(wish, found)
         elif found is not None:
-            held = found if flattening is None else _flattened(found, flattening)
+            held = found if flattening is None else flattening.flatten(found)
             made[label] = Request(held, Pieces.of(held.ndim, []), False)
     return made
 
@@ -103,7 +97,7 @@ def request_of(wish: Wish, node: Lazy | None) -> Request:
         node: Its source as an expression; ``None`` if this rank does not have it.
     """
     if node is not None and wish.flattening is not None:
-        node = _flattened(node, wish.flattening)
+        node = wish.flattening.flatten(node)
     return Request(node, wish.target, False, wish.out, wish.dtype)
 
 
@@ -131,10 +125,3 @@ def out_of_reach(requests: Mapping[str, Request], rank: int) -> list[str]:
         if any(i is None for region in wanted for i, *_ in Cutter(pieces).cut(region, spot)):
             found.append(name)
     return found
-
-
-def _flattened(node: Lazy, order: tuple[int, ...]) -> Lazy:
-    ndim = node.ndim
-    permuted = apply(Permute(order), node) if order else node
-    made: Lazy = apply(MergeDims(0, ndim), permuted)
-    return made

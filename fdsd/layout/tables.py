@@ -67,12 +67,15 @@ class Table:
         if isinstance(given, ModelSpec):
             found = layouts_of(given)
             if not found:
-                raise Unsupported(f"{verb}: this ModelSpec of {plural(len(given.entries), 'entry')} has no layouts.")
+                named = plural(len(given.entries), "name")
+                raise Unsupported(
+                    f"{verb}: this ModelSpec of {named} has no layouts. Describe a sharded model, or give a Layout."
+                )
             return cls(tuple([(Template.literal(name).as_optional(), layout) for name, layout in found.items()]))
         if not is_mapping(given):
             raise Unsupported(
                 f"{verb}: layouts are given as one Layout, as a mapping from pattern to Layout, or as a ModelSpec, "
-                f"not as {type(given).__name__}."
+                f"not as {type(given).__name__}. Write Layout(mesh, placements), or describe(model)."
             )
         if odd := [key for key, value in given.items() if not isinstance(value, Layout)]:
             raise Unsupported(f"{verb}: these are given no Layout: {listing(odd)}. Write Layout(mesh, placements).")

@@ -101,6 +101,7 @@ def unflatten_optim(like: OptimState | None = None, *, strict: bool = True) -> C
             that are missing keep the value of ``like``, and state that is missing stays uninitialised.
 
     Raises:
+        Unsupported: ``like`` is no ``OptimState``.
         UnknownName: When run, strictly: values are missing, or names are unknown; all are named.
         NameConflict: When run: a flat name can be read in two ways; ``like`` tells which is meant.
         SpecMismatch: When run: parameters of one group of ``like`` have different options.
@@ -110,4 +111,9 @@ def unflatten_optim(like: OptimState | None = None, *, strict: bool = True) -> C
     >>> unflatten_optim()(StateDict({"state.w.step": 3, "param_groups.w.lr": 0.1})).groups
     (ParamGroup(('w',), {'lr': 0.1}),)
     """
+    given: Any = like
+    if not isinstance(given, OptimState | None):
+        raise Unsupported(
+            f"unflatten_optim: like is an OptimState, not {type(given).__name__}. Give capture(model, optimizer).optim."
+        )
     return Conversion((UnflattenOptim(like, strict),))

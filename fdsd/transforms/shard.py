@@ -10,8 +10,11 @@ from attrs import field, frozen
 
 from fdsd.algebra.apply import Applier
 from fdsd.data.errors import SpecMismatch, listing
+from fdsd.data.optim import OptimState
 from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, is_exact, spec_of
+from fdsd.data.train import TrainState
+from fdsd.data.values import is_mapping
 from fdsd.layout.layout import Layout
 from fdsd.layout.mesh import Mesh
 from fdsd.layout.placement import Replicate
@@ -253,6 +256,8 @@ def gather(to: Literal["all"] | int = "all") -> Pipeline:
         if to != "all":
             raise SpecMismatch(f"gather: to is 'all' or the number of a rank, not {shown(to)}.")
         return Pipeline((Gather(),))
+    if is_mapping(to) or isinstance(to, OptimState | TrainState):
+        raise SpecMismatch("gather: to is 'all' or the number of a rank, not a state. Write gather()(state).")
     rank = as_int("gather", "to", to)
     if rank < 0:
         raise SpecMismatch(f"gather: to is 'all' or the number of a rank, from 0 on, not {rank}.")

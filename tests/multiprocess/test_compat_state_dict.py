@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fdsd.comms.dtensors import make_dtensor
+from fdsd.comms.dtensors import make_like
 from fdsd.compat.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -240,7 +240,7 @@ def forward(model: Any, x: torch.Tensor) -> Any:
 def given_gradient(param: Any, x: torch.Tensor) -> torch.Tensor:
     """Give a gradient that lies as its parameter does, as FSDP2 makes it; sums of DTensors of torch 2.6 do not."""
     made = getattr(param, "_local_tensor", param).detach() * 0.5 + x.sum()
-    return make_dtensor(made, like=param) if hasattr(param, "placements") else made
+    return make_like(param, made) if hasattr(param, "placements") else made
 
 
 def train(model: Any, optimizer: Any, steps: int = 2, *, runs: bool | None = None) -> list[float]:

@@ -41,7 +41,7 @@ def test_made_dtensors() -> None:
         assert x.stride() == (2, 1) and x.placements == (TorchShard(0),) and x.device_mesh is mesh
         y = make_like(x, local.to(torch.bfloat16))
         assert y.dtype is torch.bfloat16 and x.dtype is torch.float32
-        z = make_dtensor(torch.zeros_like(local), like=x)
+        z = make_like(x, torch.zeros_like(local))
         param = nn.Parameter(z)
         assert type(param) is type(x) and layout_of_dtensor(param) == layout_of_dtensor(x)
         one = make_dtensor(torch.ones(3), mesh, [TorchReplicate()], TensorSpec((3,), torch.float32))
@@ -80,8 +80,6 @@ def test_what_cannot_be_made() -> None:
             make_like(x, torch.ones(3))
         with pytest.raises(SpecMismatch, match=r"make_dtensor: the local tensor is of torch.float64"):
             make_dtensor(torch.ones(2).double(), mesh, [TorchShard(0)], spec)
-        with pytest.raises(Unsupported, match=r"give mesh, placements and spec, or a DTensor with like="):
-            make_dtensor(torch.ones(2), mesh, [TorchShard(0)])
 
     run_ranks(fn, 2)
 

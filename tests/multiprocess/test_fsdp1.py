@@ -265,7 +265,7 @@ def test_shards_are_read_and_written_in_any_state(strategy: str, orig: bool, sta
             for name, live in read_modules(model).tensors.items():
                 if live.persistent and live.flat is not None:
                     begin, end = live.flat.interval(live.flat.flat.coordinate)
-                    memory_of(live).copy_(live.flat.flatten(values[name])[begin:end])
+                    memory_of(live).copy_(live.flat.flattening.flatten(values[name])[begin:end])
                 elif live.persistent:
                     memory_of(live).copy_(values[name])
         for name, value in full(model).items():

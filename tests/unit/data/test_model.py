@@ -133,7 +133,8 @@ LOOP.append(LOOP)
         (lambda: TensorEntry(F32, layout=torch.tensor(1)), Unsupported, "layout is a torch.Tensor"),
         (lambda: TensorEntry(F32, layout={"a": [object()]}), Unsupported, "layout['a'][0] is a builtins.object"),
         (lambda: TensorEntry(F32, layout=LOOP), Unsupported, "contains itself"),
-        (lambda: ModelSpec({"w": F32}), Unsupported, "'w'"),
+        (lambda: ModelSpec({"w": F32}), Unsupported, "'w'. describe(model) makes"),
+        (lambda: ModelSpec(torch.nn.Linear(1, 1)), Unsupported, "not Linear. describe(model) makes"),  # type: ignore[arg-type]
         (lambda: ModelSpec({}, [[{"lr": 1}]]), Unsupported, "optimizers[0]"),
         (lambda: ModelSpec({}, (((ParamGroup(("a",)), ParamGroup(("a",)))),)), NameConflict, "'a'"),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fdsd
-from fdsd.errors import Unsupported
+from fdsd.errors import UnknownName, Unsupported
 
 
 def made(seed: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -84,7 +84,8 @@ def test_a_model_as_the_state() -> None:
 
 @pytest.mark.parametrize("state", [None, 3, (1, 2), {}.items()])
 def test_no_state_at_all(state: Any) -> None:
-    refused(f"not {type(state).__name__}. Give one mapping, or a TrainState", state, made(1)[0])
+    told = refused(f"not {type(state).__name__}. Give one mapping, or a TrainState", state, made(1)[0])
+    assert "a rank that has nothing to give gives {}" in told
 
 
 def test_other_things_as_the_model() -> None:
@@ -103,3 +104,66 @@ def test_states_as_the_optimizers() -> None:
     fdsd.restore(fdsd.TrainState(fdsd.StateDict(source.state_dict()), optim), target, ours)
     assert torch.equal(target.weight, source.weight)
     assert torch.equal(ours.state[target.weight]["exp_avg"], theirs.state[source.weight]["exp_avg"])
+
+
+def test_init_is_a_function() -> None:
+    source, _ = made(0)
+    refused("init is a function, init(fqn, spec), that gives a tensor, not 'zeros'", {}, source, init="zeros")
+
+
+def test_the_flat_form_of_an_optimizer() -> None:
+    source, theirs = made(0)
+    target, ours = made(1)
+    captured = fdsd.capture(source, theirs).optim
+    assert captured is not None
+    flat = fdsd.flatten_optim()(captured)
+    refused("unflatten_optim() of the flat form", flat, target, ours)
+    report = fdsd.restore(fdsd.unflatten_optim()(flat), target, ours)
+    assert (report.loaded, report.with_state) == ((), ("weight", "bias"))
+    assert repr(report) == "<LoadReport: 0 names loaded; state of 2 parameters loaded>"
+    assert torch.equal(ours.state[target.weight]["exp_avg"], theirs.state[source.weight]["exp_avg"])
+
+
+def test_patterns_that_match_nothing() -> None:
+    source, _ = made(0)
+    state = {"weight": torch.zeros(2, 3), "extra": torch.zeros(1)}
+    told = "; what is given matches none of them ('{_...}' matches every name)"
+    wrong: Any
+    for wrong in ("*", ["b", "c"]):
+        with pytest.raises(UnknownName) as caught:
+            fdsd.restore(state, source, allow_missing=wrong, allow_unexpected=wrong)
+        assert str(caught.value).count(told) == 2
+    with pytest.raises(UnknownName) as caught:
+        fdsd.restore({}, source, allow_missing="bias")
+    assert told not in str(caught.value)
+    report = fdsd.restore(state, source, allow_missing="{_...}", allow_unexpected="{_...}")
+    assert (report.missing, report.unexpected) == (("bias",), ("extra",))
+
+
+def test_a_state_that_other_ranks_have() -> None:
+    source, _ = made(0)
+    with pytest.raises(UnknownName, match=r"in the state, which is empty: .* If another rank has them, give group="):
+        fdsd.restore({}, source)
+    with pytest.raises(UnknownName) as caught:
+        fdsd.restore({"bias": source.bias}, source)
+    assert "group=" not in str(caught.value) and "empty" not in str(caught.value)
+
+
+def test_init_that_raises() -> None:
+    def init(fqn: str, spec: fdsd.TensorSpec) -> torch.Tensor:
+        raise ZeroDivisionError(fqn)
+
+    model = nn.Linear(3, 2, device="meta")
+    with pytest.raises(ZeroDivisionError) as caught:
+        fdsd.restore({"weight": torch.zeros(2, 3)}, model, allow_missing="bias", init=init)
+    assert getattr(caught.value, "__notes__", None) == ["while init made 'bias', float32[2]"]
+    assert model.weight.is_meta
+
+
+def test_which_parameters_had_state_is_reported() -> None:
+    source, theirs = made(0)
+    target, ours = made(1)
+    del theirs.state[source.bias]
+    report = fdsd.restore(fdsd.capture(source, theirs), target, ours)
+    assert (report.loaded, report.with_state, report.without_state) == (("weight", "bias"), ("weight",), ("bias",))
+    assert repr(report) == "<LoadReport: 2 names loaded; state of 1 parameter loaded; without state: 'bias'>"

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 import fdsd
 from fdsd.data.errors import DestinationExists, DiskError, FdsdError, OverBudget, SpecMismatch, Unsupported
+from fdsd.testing import assert_same
 from tests.helpers.tensors import patterns
 
 from .conftest import MIXED, assert_file_holds, tree, unprivileged
@@ -183,9 +184,19 @@ def test_many_offenders_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["x", None, [("w", torch.ones(1))], fdsd.TrainState(fdsd.StateDict())])
 def test_what_is_no_state(tmp_path: Path, state: Any) -> None:
     for name in ("x.safetensors", "x.pt", "folder"):
-        with pytest.raises(Unsupported, match="mapping of names to tensors"):
+        with pytest.raises(Unsupported, match=r"mapping of names to tensors.*The order is save\(state, path\)"):
             fdsd.save(state, tmp_path / name)
     assert tree(tmp_path) == {}
+
+
+def test_what_the_error_says_of_an_optimizer_works(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    state = fdsd.capture(model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(Unsupported, match=r"save state.model, and flatten_optim\(\)\(state.optim\) as .pt"):
+        fdsd.save(state, tmp_path / "x.safetensors")  # type: ignore[arg-type]
+    assert state.optim is not None
+    fdsd.save(fdsd.flatten_optim()(state.optim), tmp_path / "x.pt")
+    assert_same(fdsd.unflatten_optim()(fdsd.open(tmp_path / "x.pt")), state.optim)
 
 
 def test_names_are_text(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_source_text(placing: Any) -> None:
 @pytest.mark.parametrize(
     "placing, error, text",
     [
-        (3, Unsupported, "not as int"),
+        (3, Unsupported, "not as int. Write Layout"),
         ([ROWS], Unsupported, "not as list"),
         ({}, Unsupported, "there are no layouts"),
         ({"a": ROWS, "c": Shard(0), "b": None}, Unsupported, "given no Layout: 'b', 'c'"),
@@ -100,7 +100,7 @@ def test_source_text(placing: Any) -> None:
         (
             ModelSpec({"w": TensorEntry(TensorSpec((1,), torch.int8))}),
             Unsupported,
-            "ModelSpec of 1 entry has no layouts",
+            "ModelSpec of 1 name has no layouts. Describe a sharded model",
         ),
         (
             ModelSpec({n: TensorEntry(TensorSpec((1,), torch.int8), layout={"no": 1}) for n in "vw"}),

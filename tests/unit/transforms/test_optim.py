@@ -82,6 +82,12 @@ def test_other_kinds_of_states_are_refused(p: Any, state: Any, text: str) -> Non
     assert not p.check(state).ok
 
 
+def test_like_is_a_state() -> None:
+    like: Any = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    with pytest.raises(Unsupported, match=r"like is an OptimState, not SGD. Give capture\(model, optimizer\).optim"):
+        unflatten_optim(like)
+
+
 def test_a_pipeline_with_a_step_without_inverse() -> None:
     with pytest.raises(NotInvertible):
         ~(flatten_optim() >> cast(torch.bfloat16))

@@ -122,6 +122,7 @@ def test_laws_of_the_others() -> None:
             "only one side lays out: 'b', 'tied', 'w'",
         ),
         (lambda: gather("some"), SpecMismatch, "'all' or the number of a rank, not 'some'"),  # type: ignore[arg-type]
+        (lambda: gather({"w": torch.ones(1)}), SpecMismatch, r"not a state. Write gather\(\)\(state\)"),  # type: ignore[arg-type]
         (lambda: gather(-1), SpecMismatch, "from 0 on, not -1"),
         (lambda: gather(True), SpecMismatch, "whole number, not True"),
         (lambda: shard_with(3), Unsupported, "shard_with: layouts are given as"),  # type: ignore[arg-type]
