@@ -7,14 +7,14 @@ of another class. The live optimizer is not touched.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from fdsd.comms.live_optimizers import LiveOptimizer, LiveParam
-from fdsd.data.spec import TensorSpec, VirtualTensor, spec_of
+from fdsd.data.spec import TensorSpec, VirtualTensor, is_exact, spec_of
 from fdsd.data.values import is_dict, is_mapping, is_sequence
 
 __all__ = ["refusals", "runs_code_of_others", "supplied"]
@@ -47,8 +47,10 @@ def refusals(
     """
     if live.loads_its_own_way or not _settles_as_torch(live.optimizer):
         return  # it may look at values, which need not be here
-    told = {param: _stand_in(row) for param, row in rows.items()}
-    if _fault(live, told, options) is None:
+    kinds: dict[Hashable, LiveParam] = {}  # thousands of rows are of few kinds
+    for param, row in rows.items():
+        kinds.setdefault(_kind(row), param)
+    if _fault(live, {param: _stand_in(rows[param]) for param in kinds.values()}, options) is None:
         return
     for param, row in rows.items():
         if (fault := _fault(live, {param: _stand_in(row)}, options)) is not None:
@@ -90,6 +92,18 @@ def _settled(
     twin.__setstate__({"state": state, "param_groups": groups})
     made: list[dict[str, Any]] = twin.param_groups
     return made
+
+
+def _kind(value: object) -> Hashable:
+    """Give what is equal for states that a class would treat alike: it looks at numbers, and not into tensors."""
+    if is_mapping(value):
+        return tuple([(key, _kind(item)) for key, item in value.items()])
+    if is_sequence(value):
+        return "several", tuple(map(_kind, value))
+    cls = str(type(value))
+    if is_exact(value) or isinstance(value, TensorSpec | VirtualTensor):
+        return cls, tuple(getattr(value, "shape", ()))
+    return cls, "a tensor" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _stand_in(value: Any) -> Any:

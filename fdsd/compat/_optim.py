@@ -223,13 +223,12 @@ def as_state(osd: Any, modules: Modules, optimizers: Sequence[Optimizer], option
     given = as_mapping(osd)
     if given is None:
         raise NoMapping(f"Expected optim_state_dict to be dict-like, got {type(osd)}.")
-    live = live_optimizers(modules, optimizers)
     _check_groups(given)
     if "state" not in given:
         like = read_state(modules, optimizers)
         return _with_strays(_from_flat(given, like, options), given, {*modules.tensors, *like.fqns})
     if is_by_id(given):
-        return _by_id(given, live)
+        return _by_id(given, live_optimizers(modules, optimizers))
     return OptimState.from_torch({"state": given["state"], "param_groups": given.get("param_groups", [])})
 
 

@@ -187,6 +187,8 @@ class OptimLoading:
 
 def _deferred(state: OptimState) -> OptimState:
     """Give ShardedTensors as expressions: they warn when they are asked like tensors."""
+    if not any(is_sharded_tensor(value) for column in state.slots.values() for value in column.values()):
+        return state
     slots = {
         slot: {fqn: defer_leaf(value) if is_sharded_tensor(value) else value for fqn, value in column.items()}
         for slot, column in state.slots.items()
