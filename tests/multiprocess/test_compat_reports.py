@@ -19,11 +19,9 @@ from fdsd.compat.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fdsd.errors import FdsdError
+from tests.helpers.one_layer import FULL, refused
 from tests.helpers.parallelism import FORWARD
 from tests.helpers.ranks import run_ranks
-
-FULL: dict[str, Any] = {"full_state_dict": True}
 
 
 def layers() -> nn.Sequential:
@@ -46,12 +44,6 @@ def stepped(model: Any, optimizer: Any, closure: Callable[[], Any] | None = None
         param.grad = distribute_tensor(value, param.device_mesh, param.placements) if is_spread else value
     optimizer.step(closure)
     return optimizer
-
-
-def message(action: Callable[[], Any]) -> str:
-    with pytest.raises(FdsdError) as raised:
-        action()
-    return f"{type(raised.value).__name__}: {raised.value}"
 
 
 def on_meta(value: Any) -> Any:
@@ -82,7 +74,7 @@ class TestReadingOptimizers:
                 optimizer = 5
             elif rank == 1:
                 optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-            return message(lambda: get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options)))
+            return refused(lambda: get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options)))
 
         told = run_ranks(ranks, 2, timeout=20)
         assert told[0] == told[1]
@@ -92,7 +84,7 @@ class TestReadingOptimizers:
         def ranks(rank: int) -> str:
             model = fsdp1()
             optimizer = stepped(model, torch.optim.LBFGS(model.parameters()), lambda: torch.tensor(1.0))
-            return message(lambda: get_optimizer_state_dict(model, optimizer))
+            return refused(lambda: get_optimizer_state_dict(model, optimizer))
 
         told = run_ranks(ranks, 2, timeout=20)
         assert told[0] == told[1] and "Unsupported: 'd' of '0.weight'" in told[0]
@@ -108,7 +100,7 @@ class TestTensorsWithoutData:
             with torch.device("meta" if is_meta else "cpu"):
                 model = fsdp2()
             given = {name: value.to("meta") for name, value in whole.items()} if rank else whole
-            told = message(lambda: set_model_state_dict(model, given, options=StateDictOptions(**FULL)))
+            told = refused(lambda: set_model_state_dict(model, given, options=StateDictOptions(**FULL)))
             return told, [param.is_meta for param in model.parameters()]
 
         told = run_ranks(ranks, 2, timeout=20)
@@ -136,7 +128,7 @@ class TestTensorsWithoutData:
             given = dict(get_model_state_dict(source))
             if rank:
                 given["1.weight"] = on_meta(given["1.weight"])
-            told = message(lambda: set_model_state_dict(model, given))
+            told = refused(lambda: set_model_state_dict(model, given))
             return told, all(bool((param.to_local() == 7).all()) for param in model.parameters())
 
         told = run_ranks(ranks, 2, timeout=20)

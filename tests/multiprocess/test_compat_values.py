@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fdsd.compat._state_dict_utils import _broadcast_state_dict, _distribute_state_dict
@@ -20,39 +19,11 @@ from fdsd.compat.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fdsd.errors import FdsdError
+from tests.helpers.one_layer import BROADCAST, FULL, built, refused, stepped
 from tests.helpers.ranks import run_ranks
 
-FULL: dict[str, Any] = {"full_state_dict": True}
-BROADCAST: dict[str, Any] = {**FULL, "broadcast_from_rank0": True}
 FLAT: dict[str, Any] = {"flatten_optimizer_state_dict": True}
 WHOLE = StateDictOptions(**FULL)
-
-
-def built(kind: str) -> Any:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    if kind == "fsdp2":
-        return fully_shard(model)
-    if kind.startswith("fsdp1"):
-        uses_originals = kind == "fsdp1"
-        return FullyShardedDataParallel(model, use_orig_params=uses_originals, device_id=torch.device("cpu"))
-    return model
-
-
-def stepped(model: Any, lr: float = 0.1) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-def refused(action: Callable[[], Any]) -> str:
-    with pytest.raises(FdsdError) as raised:
-        action()
-    return f"{type(raised.value).__name__}: {raised.value}"
 
 
 # -- what belongs to no parameter ----------------------------------------------------------------------------------
