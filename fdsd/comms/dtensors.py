@@ -43,7 +43,7 @@ __all__ = [
     "same_placements",
 ]
 
-_Key = tuple[tuple[Any, ...], tuple[type[Any], ...], tuple[int, ...]]
+_Key = tuple[tuple[tuple[type[Any], Any], ...], tuple[int, ...]]
 
 
 @define(eq=False)
@@ -93,8 +93,12 @@ def _lies(tensor: Any) -> tuple[Layout, tuple[int, ...] | None]:
     placements: tuple[Any, ...] = spec.placements
     last, found_last = _LAST[0]
     known: _Known = found_last if last() is spec.mesh else _known_of(spec.mesh)
-    # the classes too, since versions of torch hold some strided shards and plain ones for equal
-    key: _Key = placements, tuple(map(type, placements)), tensor.shape
+    # the classes too, since versions of torch hold some strided shards and plain ones for equal; numbers, since to
+    # compare placements takes long
+    told: list[tuple[type[Any], Any]] = [
+        (type(one), one.dim if type(one).__name__ == "Shard" else one) for one in placements
+    ]
+    key: _Key = tuple(told), tensor.shape
     found = known.layouts.get(key)
     if found is None:
         if len(known.layouts) >= _MOST:

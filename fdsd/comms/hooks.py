@@ -7,8 +7,8 @@ What torch's wrappers and FSDP register is known and left out here; the rest has
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, cast
 
@@ -76,7 +76,11 @@ def _is_own(cls: type[nn.Module], name: str) -> bool:
 
 
 def _is_harmless(function: Any) -> bool:
-    home = _home(function)
+    return _is_harmless_home(_home(function))
+
+
+@lru_cache(1 << 8)
+def _is_harmless_home(home: str) -> bool:
     return home.startswith(_HARMLESS) and home != _LAZY
 
 
@@ -93,12 +97,13 @@ def _home(function: Any) -> str:
     return home if isinstance(home, str) else ""
 
 
-def _patched(module: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
+def _patched(module: nn.Module, *names: str) -> Sequence[str]:
     """List the methods that were replaced on one module, but for those that call back into a getter of states."""
-    own = vars(module)
-    for name in names:
-        if name in own and not getattr(own[name], "__qualname__", "").startswith("_patch_model_state_dict."):
-            yield name
+    own = module.__dict__
+    found = [name for name in names if name in own]
+    if not found:
+        return ()
+    return [one for one in found if not getattr(own[one], "__qualname__", "").startswith("_patch_model_state_dict.")]
 
 
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
@@ -142,7 +147,7 @@ def saving_code(module: nn.Module, kind: Kind) -> tuple[str, ...]:
     >>> saving_code(linear, kind_of(linear))
     ('the state dict hook <lambda>',)
     """
-    patched = _patched(module, ("state_dict", "_save_to_state_dict"))
+    patched = _patched(module, "state_dict", "_save_to_state_dict")
     inside: Any = module
     hooks = [f"the state dict hook {_told(hook)}" for hook in post_hooks(module)] if inside._state_dict_hooks else ()
     return (*kind.saving, *patched, *hooks)
@@ -160,7 +165,7 @@ def loading_code(module: nn.Module, kind: Kind) -> tuple[str, ...]:
     before, after = inside._load_state_dict_pre_hooks, inside._load_state_dict_post_hooks
     given: list[Any] = [*before.values(), *after.values()]
     hooks = [f"the load hook {_told(hook)}" for hook in given if not _is_harmless(hook)] if given else ()
-    patched = _patched(module, ("load_state_dict", "_load_from_state_dict"))
+    patched = _patched(module, "load_state_dict", "_load_from_state_dict")
     return (*kind.loading, *patched, *hooks)
 
 
@@ -261,7 +266,7 @@ class Machine:
 
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
     """Give a method of a module, but not what a getter of states has put in its place and that would call it again."""
-    if name in vars(module) and not list(_patched(module, (name,))):
+    if name in vars(module) and not _patched(module, name):
         return partial(getattr(type(module), name), module)
     found: Callable[..., Any] = getattr(module, name)
     return found

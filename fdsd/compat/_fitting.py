@@ -112,7 +112,8 @@ def _misfit(name: str, live: LiveTensor, value: Any, whole: bool, scalars: list[
             f"size mismatch for {name}: copying a param with shape {torch.Size(given)} from checkpoint, the shape in "
             f"current model is {torch.Size(shape)}."
         )
-    if _is_hollow(tensor) and (whole or not is_meta(live)):  # else a meta model is given its own tensors
+    is_hollow = isinstance(value, torch.Tensor) and _is_hollow(value)
+    if is_hollow and (whole or not is_meta(live)):  # else a meta model is given its own tensors
         return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
     is_sharded = is_dtensor(target) if live.flat is None else live.flat.flat.is_sharded
     if is_sharded and is_exact(tensor) and not whole:
@@ -123,8 +124,8 @@ def _misfit(name: str, live: LiveTensor, value: Any, whole: bool, scalars: list[
     return _miscast(name, live, tensor.dtype)
 
 
-def _is_hollow(value: Any) -> bool:
-    local = getattr(value, "_local_tensor", value)
+def _is_hollow(value: torch.Tensor) -> bool:
+    local: Any = getattr(value, "_local_tensor", value)
     return isinstance(local, torch.Tensor) and local.is_meta
 
 

@@ -23,8 +23,7 @@ from fdsd.compat._options import StateDictOptions
 from fdsd.data.columns import Slot
 from fdsd.data.optim import OptimState
 from fdsd.engine.asking import ask
-from fdsd.engine.delivery import plan_delivery
-from fdsd.engine.meetings import ranks_of
+from fdsd.engine.meetings import Meetings, ranks_of
 from fdsd.engine.request import Request
 from fdsd.layout.layout import Layout
 from fdsd.layout.pieces import Pieces
@@ -58,18 +57,12 @@ def shown(columns: Columns, modules: Modules, options: StateDictOptions, asked: 
     names = {place: "/".join([place[1], str(place[0])]) for place in lazy}
     shared: dict[Hashable, str] = {}  # tied names share an expression, and what is made of it
     sources = {place: shared.setdefault((place[0], id(leaf)), names[place]) for place, leaf in lazy.items()}
-    meetings: dict[tuple[int, ...], dict[str, Request]] = {}
-    for place, leaf in lazy.items():
-        if sources[place] == names[place]:
-            ranks = tuple(sorted(ranks_of([cuts[place].view.layout])))
-            meetings.setdefault(ranks, {})[names[place]] = cuts[place].request(leaf)
-    made: dict[str, torch.Tensor] = {}
-    for ranks in sorted(meetings):  # in the same order on all ranks
-        world = world_over(frozenset(ranks))
-        made.update(plan_delivery(meetings[ranks], world, rank=this_rank(), asked=asked).run())
-    finished = {
-        names[place]: cuts[place].shown(made.get(names[place])) for place in lazy if sources[place] == names[place]
-    }
+    meetings = Meetings()
+    own = {place: names[place] for place in lazy if sources[place] == names[place]}
+    for place, name in own.items():
+        meetings.add(name, cuts[place].request(lazy[place]), cuts[place].meeting)
+    made = meetings.run(meetings.collective, asked=asked)
+    finished = {name: cuts[place].shown(made.get(name)) for place, name in own.items()}
     return {
         key: {fqn: finished[sources[key, fqn]] if (key, fqn) in sources else leaf for fqn, leaf in column.items()}
         for key, column in columns.items()
@@ -81,13 +74,22 @@ def _view_of(modules: Modules, fqn: str) -> FlatView | None:
     return None if live is None else live.flat
 
 
+def _meeting_over(view: FlatView) -> Meeting:
+    return tuple(sorted(ranks_of([view.layout])))
+
+
 @frozen(eq=False)
 class Cut:
     """How one parameter is shown.
 
     Attributes:
+        shape: Of the whole.
+        dtype: In which it is shown.
+        view: Where it lies in a flat parameter.
         mesh: The DeviceMesh over which it is shown; ``None`` for a ShardedTensor.
         placements: How torch says that it lies over it.
+        options: Whether it is wanted whole, on the CPU, or both.
+        rank_0_only: Whether a whole one is wanted on rank 0 only.
     """
 
     shape: tuple[int, ...]
@@ -116,6 +118,11 @@ class Cut:
         if view.across is not None:
             placements[view.across.tensor_axis] = view.across.tensor_placement
         return cls(leaf.shape, leaf.dtype, view, mesh, placements, options, rank_0_only)
+
+    @property
+    def meeting(self) -> Meeting:
+        """The ranks over which it lies."""
+        return _meeting_over(self.view)
 
     @property
     def layout(self) -> Layout:
@@ -199,8 +206,8 @@ def _shown_over(modules: Modules) -> dict[int, tuple[Any, Any]]:
 
 
 def has_flats(modules: Modules) -> bool:
-    """Tell whether FSDP1 wraps any part of a model."""
-    return next(_wrappers(modules), None) is not None
+    """Tell whether tensors of a model lie in flat parameters of FSDP1."""
+    return any(live.flat is not None for live in modules.tensors.values())
 
 
 def with_rows_from_elsewhere(state: OptimState, modules: Modules, asked: str) -> OptimState:
@@ -218,8 +225,7 @@ def with_rows_from_elsewhere(state: OptimState, modules: Modules, asked: str) ->
     for fqn in state.fqns:
         view = None if (live := modules.tensors.get(fqn)) is None else live.flat
         if view is not None and view.flat.is_sharded:
-            ranks = tuple(sorted(ranks_of([view.layout])))
-            flats.setdefault(ranks, {})[fqn] = view
+            flats.setdefault(_meeting_over(view), {})[fqn] = view
     slots: dict[Slot, dict[str, Any]] = {slot: dict(column) for slot, column in state.slots.items()}
     for ranks, views in sorted(flats.items(), key=lambda item: item[0]):
         world = world_over(frozenset(ranks))

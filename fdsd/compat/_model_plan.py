@@ -6,7 +6,6 @@ Nothing is written here, but by code of modules' own. How ranks come to agree is
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from attrs import frozen
 from fdsd.algebra.apply import apply, defer_leaf
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops import SplitDim
-from fdsd.comms.kinds import is_sharded_tensor
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.worlds import Meeting, default_world, every_rank
 from fdsd.comms.wrappers import is_extra
@@ -26,6 +24,7 @@ from fdsd.compat._fitting import Fit, fit_model
 from fdsd.compat._model import expected_names
 from fdsd.compat._options import StateDictOptions
 from fdsd.compat._rank0 import RankZero
+from fdsd.compat._sharded import deferred
 from fdsd.compat._verdict import Findings
 from fdsd.data.errors import FdsdError, listing
 from fdsd.data.protocols import World
@@ -34,7 +33,7 @@ from fdsd.engine.load_rules import Rules, unwritable
 from fdsd.engine.meetings import Meetings
 from fdsd.engine.model_load import ModelLoad
 from fdsd.engine.outlines import Outline
-from fdsd.engine.wishes import Wish, request_of, requests_of
+from fdsd.engine.wishes import Wish, digest_of, request_of, requests_of
 
 __all__ = ["Plan", "warn_of_meta"]
 
@@ -92,7 +91,7 @@ class Plan:
         """
         world, whole = default_world(), options.full_state_dict
         from_zero = options.broadcast_from_rank0 and world is not None
-        state = _deferred(state)
+        state = deferred(state)
         fit = fit_model(modules, expected_names(modules, options), state, whole=whole)
         zero = _tensors_of(state) if from_zero else None
         leaves = _leaves(fit, state, zero)
@@ -129,22 +128,22 @@ class Plan:
         for meetings, wishes in zip((self.for_code, self.others), self._wishes(), strict=True):
             if meetings is self.for_code and not verdict.has_machines:
                 continue
-            made = requests_of(wishes, partial(self._node, scalars=verdict.scalars), world, "load_state_dict")
+            node, are_alike = partial(self._node, scalars=set(verdict.scalars)), verdict.wishes is not None
+            made = requests_of(wishes, node, world, "load_state_dict", are_alike=are_alike)
             meetings.add_all(made, every_rank())
 
     def _node(self, source: str, scalars: Collection[str]) -> Lazy | None:
-        if self.given is None or source not in self.given:
-            return None
-        found = self.given.node(source)
-        return apply(SplitDim(0, ()), found) if source in scalars else found
+        found = None if self.given is None else self.given.find(source)
+        return apply(SplitDim(0, ()), found) if found is not None and source in scalars else found
 
     def findings(self, *, is_empty: bool) -> Findings:
         """Say what there is to say to other ranks."""
         found = self._found()
         found.errors = self.fit.errors
         found.collective = self.for_code.collective | self.others.collective
-        if self.given is not None and self.load.wishes:
-            found.collective = {every_rank()}
+        if self.given is not None:
+            found.wishes = b"".join(map(digest_of, self._wishes()))
+            found.collective = {every_rank()} if self.load.wishes else set()
         found.is_empty, found.has_machines, found.scalars = is_empty, self.load.has_code, self.fit.scalars
         return found
 
@@ -164,15 +163,6 @@ class Plan:
             return self._found(), error
 
 
-def _deferred(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Give a state dict with ShardedTensors as lazy tensors: they warn when they are asked like tensors."""
-    if not any(map(is_sharded_tensor, state.values())):
-        return state
-    made = OrderedDict([(name, defer_leaf(leaf) if is_sharded_tensor(leaf) else leaf) for name, leaf in state.items()])
-    made._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # torch's own convention
-    return made
-
-
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, TensorSpec) or is_exact(leaf)
 
@@ -186,7 +176,7 @@ def _leaves(fit: Fit, state: Mapping[str, Any], zero: RankZero | None) -> Mappin
     """Give what is loaded as leaves."""
     leaves = {source: state[source] for source in fit.match.loads.values()}
     if zero is not None:
-        leaves = {name: zero.node(name) if name in zero else leaf for name, leaf in leaves.items()}
+        leaves = {name: leaf if (node := zero.find(name)) is None else node for name, leaf in leaves.items()}
     for name in fit.scalars:
         leaf = leaves[name]
         leaves[name] = leaf.reshape(()) if is_exact(leaf) else apply(SplitDim(0, ()), defer_leaf(leaf, name))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from attrs import define
 from torch.optim import Optimizer
 
 from fdsd.comms.kinds import parts_of
@@ -17,28 +18,25 @@ from fdsd.comms.live_optimizers import LiveOptimizer, live_optimizers
 from fdsd.comms.optimizer_templates import read_or_template
 from fdsd.comms.optimizers import merged, read_optimizers
 from fdsd.compat._errors import LoadError, NoMapping
+from fdsd.compat._flat_optim import flat_of, state_of_flat
 from fdsd.compat._flats import has_flats, shown, with_rows_from_elsewhere
 from fdsd.compat._loans import lend
+from fdsd.compat._model import read_model, submodule_prefixes
 from fdsd.compat._options import StateDictOptions, reading_optimizers
-from fdsd.compat._verdict import Findings, agreed
-from fdsd.data.columns import as_path, join_sequences
 from fdsd.data.errors import Unsupported, listing
-from fdsd.data.flat_optim import flatten, unflatten
 from fdsd.data.optim import OptimState
 from fdsd.data.spec import TensorSpec
 from fdsd.data.statedict import as_mapping
 from fdsd.data.values import is_sequence
-from fdsd.engine.meetings import meetings_of
 
 __all__ = [
+    "OptimRead",
     "as_osd",
     "as_state",
     "is_by_id",
-    "is_for_rank_0",
     "listed",
     "own_methods",
     "read_state",
-    "shown_state",
     "unused_momentum",
     "used_momentum",
     "without_momentum",
@@ -79,47 +77,35 @@ def own_methods(optimizers: Sequence[Optimizer]) -> Generator[None]:
             vars(optimizer)[name] = method
 
 
-def is_for_rank_0(modules: Modules, options: StateDictOptions) -> bool:
-    """Tell whether rank 0 alone gets a state dict: with FSDP1 also if it is going to give it to all.
+@define(eq=False)
+class OptimRead:
+    """What a getter has read of optimizers on this rank, before any other rank is asked for anything."""
 
-    >>> from fdsd.comms.modules import read_modules
-    >>> is_for_rank_0(read_modules(torch.nn.Linear(1, 1)), StateDictOptions(full_state_dict=True, cpu_offload=True))
-    True
-    """
-    is_given = options.broadcast_from_rank0 and has_flats(modules)
-    return options.full_state_dict and (options.cpu_offload or is_given)
+    modules: Modules
+    state: OptimState
 
+    @classmethod
+    def of(cls, model: Any, optimizers: Sequence[Optimizer], submodules: Any, options: StateDictOptions) -> OptimRead:
+        """Read optimizers over a model.
 
-def shown_state(
-    modules: Modules,
-    optimizers: Sequence[Optimizer],
-    options: StateDictOptions,
-    *,
-    rank_0_only: bool,
-    fault: Exception | None = None,
-) -> OptimState:
-    """Read the state of optimizers as torch shows it. Collective, if it is gathered or FSDP1 has flat parameters.
+        Raises:
+            UnknownName: A submodule is no part of the model.
+        """
+        modules = read_model(model, options)
+        if submodules:  # of no effect but this
+            submodule_prefixes(model, submodules, options)
+        return cls(modules, read_state(modules, optimizers))
 
-    Args:
-        modules: The model.
-        optimizers: The optimizers.
-        options: How it is shown.
-        rank_0_only: Whether rank 0 alone gets it.
-        fault: What went wrong on this rank before: others that gather would wait for it.
+    def is_for_rank_0(self, options: StateDictOptions) -> bool:
+        """Tell whether rank 0 alone gets it: with FSDP1 also if it is going to give it to all."""
+        is_given = options.broadcast_from_rank0 and has_flats(self.modules)
+        return options.full_state_dict and (options.cpu_offload or is_given)
 
-    Raises:
-        LoadError: The state cannot be read on some ranks; on all ranks over which the model lies.
-    """
-    asked, state = reading_optimizers(options), OptimState({}, ())
-    try:
-        if fault is None:
-            state = read_state(modules, optimizers)
-    except Exception as error:
-        fault = error
-    meets = options.full_state_dict or has_flats(modules)
-    agreed(Findings(), fault, meetings_of(modules, ()) if meets else [], f"{asked}: whether it can be read")
-    state = with_rows_from_elsewhere(state, modules, asked)
-    return state.replace(slots=shown(state.slots, modules, options, asked, rank_0_only=rank_0_only))
+    def shown(self, options: StateDictOptions) -> OptimState:
+        """Give the state as torch shows it. Collective, if tensors lie in flat parameters of FSDP1."""
+        modules, asked, only = self.modules, reading_optimizers(options), self.is_for_rank_0(options)
+        state = with_rows_from_elsewhere(self.state, modules, asked)
+        return state.replace(slots=shown(state.slots, modules, options, asked, rank_0_only=only))
 
 
 def read_state(modules: Modules, optimizers: Sequence[Optimizer]) -> OptimState:
@@ -202,7 +188,7 @@ def as_osd(state: OptimState, options: StateDictOptions) -> dict[str, Any]:
     {'param_groups.w.lr': 0.1}
     """
     if options.flatten_optimizer_state_dict:
-        return flatten(state, whole_sequences=True).to_dict()
+        return flat_of(state)
     osd = state.to_torch()
     return {"state": osd["state"], "param_groups": osd["param_groups"]}
 
@@ -226,7 +212,7 @@ def as_state(osd: Any, modules: Modules, optimizers: Sequence[Optimizer], option
     _check_groups(given)
     if "state" not in given:
         like = read_state(modules, optimizers)
-        return _with_strays(_from_flat(given, like, options), given, {*modules.tensors, *like.fqns})
+        return state_of_flat(given, like, modules.tensors, options)
     if is_by_id(given):
         return _by_id(given, live_optimizers(modules, optimizers))
     return OptimState.from_torch({"state": given["state"], "param_groups": given.get("param_groups", [])})
@@ -274,59 +260,3 @@ def _by_id(osd: Mapping[str, Any], live: Sequence[LiveOptimizer]) -> OptimState:
         )
     packed = [{key: value for key, value in group.items() if key != "param_names"} for group in osd["param_groups"]]
     return OptimState.from_torch({"state": osd["state"], "param_groups": packed}, names)
-
-
-def _from_flat(flat: Mapping[str, Any], like: OptimState, options: StateDictOptions) -> OptimState:
-    """Read the flat form, whose keys say less than the live state does: slots, groups and their order come from
-    that.
-    """
-    missing = [
-        key
-        for group in like.groups
-        for name in group.fqns
-        for option in group.options
-        if (key := f"param_groups.{name}.{option}") not in flat
-    ]
-    found = unflatten(flat, like, strict=False)
-    rows = {name for column in found.slots.values() for name in column}
-    whole = join_sequences(found.slots)
-    for slot, column in join_sequences(like.slots).items():
-        path = ".".join(map(str, as_path(slot)))
-        there: Mapping[str, Any] = whole.get(slot, {})
-        missing += [f"state.{name}.{path}" for name in column if name in rows and name not in there]
-    if missing and options.strict:
-        raise LoadError(
-            f"Missing key(s) in optimizer state_dict: {listing(missing)}. Files of older versions may lack "
-            "hyper-parameters: StateDictOptions(strict=False) keeps the optimizer's own values."
-        )
-    return found if not missing else _completed(found, like)
-
-
-def _with_strays(found: OptimState, flat: Mapping[str, Any], known: set[str]) -> OptimState:
-    """Add what belongs to no parameter: neither the model nor a group has its name."""
-    listed = {key.rpartition(".")[0].partition(".")[2] for key in flat if key.startswith("param_groups.")}
-    there = {name for column in found.slots.values() for name in column}
-    names = known | listed | there
-    slots: dict[Any, dict[str, Any]] = {}
-    for key, value in flat.items() if listed else ():
-        if not key.startswith("state."):
-            continue
-        rest = key.removeprefix("state.")
-        name, dot, slot = rest.rpartition(".")
-        if name in names:
-            continue  # nearly all do
-        if {rest, *[rest[:i] for i, letter in enumerate(rest) if letter == "."]}.isdisjoint(names):
-            slots.setdefault(slot if dot else (), {})[name if dot else rest] = value
-    if not slots:
-        return found
-    return found.replace(slots={**found.slots, **{k: {**found.slots.get(k, {}), **own} for k, own in slots.items()}})
-
-
-def _completed(found: OptimState, like: OptimState) -> OptimState:
-    """Fill in the slots that parameters with state lack."""
-    rows = {name for column in found.slots.values() for name in column}
-    slots: dict[Any, dict[str, Any]] = join_sequences(found.slots)
-    for slot, column in join_sequences(like.slots).items():
-        into = slots.setdefault(slot, {})
-        into.update({name: value for name, value in column.items() if name in rows and name not in into})
-    return found.replace(slots=slots)

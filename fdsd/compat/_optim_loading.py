@@ -13,10 +13,8 @@ import torch
 from attrs import define
 from torch.optim import Optimizer
 
-from fdsd.algebra.apply import defer_leaf
 from fdsd.comms.alone import this_rank
 from fdsd.comms.backups import OptimizerBackup
-from fdsd.comms.kinds import is_sharded_tensor
 from fdsd.comms.live import Modules
 from fdsd.comms.modules import is_dtensor
 from fdsd.comms.optimizer_checks import Loaded, Require, faults_of
@@ -27,9 +25,10 @@ from fdsd.comms.worlds import Meeting, default_world, has_group
 from fdsd.compat._errors import LoadError
 from fdsd.compat._loans import is_lent, take
 from fdsd.compat._optim import as_state, is_by_id, own_methods, unused_momentum, used_momentum, without_momentum
-from fdsd.compat._optim_plan import OptimPlan, offered, stray_targets
+from fdsd.compat._optim_plan import OptimPlan, joint_targets, offered, stray_targets
 from fdsd.compat._options import StateDictOptions, told
 from fdsd.compat._rank0 import RankZero, announced, outline_of_tree
+from fdsd.compat._sharded import deferred_slots
 from fdsd.compat._subclasses import is_whole, plain_tree
 from fdsd.compat._verdict import Findings, agreed
 from fdsd.data.errors import listing
@@ -106,7 +105,7 @@ class OptimLoading:
             loaded = Loaded.of(state, self.modules, optimizers)
             found = _checked(loaded, options, by_id=is_by_id(osd))
             found.optim.used = used_momentum(state)
-            self.state = state = _deferred(state if options.strict else _without(state, loaded.homeless()))
+            self.state = state = deferred_slots(state if options.strict else _without(state, loaded.homeless()))
             values = [value for column in state.slots.values() for value in column.values()]
             if self.meetings or _is_cut(self.modules) or not all(map(_is_here, values)):
                 self.meetings = meetings_of(self.modules, values, everywhere=options.broadcast_from_rank0)
@@ -114,7 +113,7 @@ class OptimLoading:
         return found
 
     def _plan(self, state: OptimState, given: Mapping[str, Any], strays: Collection[str], found: Findings) -> None:
-        targets = slot_targets(self.modules, self.optimizers, state)
+        targets = joint_targets(slot_targets(self.modules, self.optimizers, state), self.modules, self.optimizers)
         whole = dict.fromkeys(
             [fqn for (slot, fqn), target in targets.items() if target.is_cut and is_whole(state.slots[slot][fqn])]
         )
@@ -183,17 +182,6 @@ class OptimLoading:
                 dtype="target" if self.plan is None else "source",
             )
         take(self.state, self.optimizers)
-
-
-def _deferred(state: OptimState) -> OptimState:
-    """Give ShardedTensors as expressions: they warn when they are asked like tensors."""
-    if not any(is_sharded_tensor(value) for column in state.slots.values() for value in column.values()):
-        return state
-    slots = {
-        slot: {fqn: defer_leaf(value) if is_sharded_tensor(value) else value for fqn, value in column.items()}
-        for slot, column in state.slots.items()
-    }
-    return state.replace(slots=slots)
 
 
 def _nothing(osd: Any, options: StateDictOptions) -> Findings:

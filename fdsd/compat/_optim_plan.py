@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from fdsd.algebra.apply import defer_leaf
 from fdsd.algebra.lazy import Lazy
 from fdsd.comms.alone import this_rank
+from fdsd.comms.live import Modules
+from fdsd.comms.live_optimizers import live_optimizers
 from fdsd.comms.modules import is_dtensor
 from fdsd.comms.optimizer_probe import fresh_copy
 from fdsd.comms.optimizer_targets import SlotTarget
@@ -31,7 +33,7 @@ from fdsd.engine.request import Request
 from fdsd.layout.pieces import Pieces
 from fdsd.layout.wants import local_shape_of
 
-__all__ = ["OptimPlan", "Place", "offered", "stray_targets"]
+__all__ = ["OptimPlan", "Place", "joint_targets", "offered", "stray_targets"]
 
 Place = tuple[Slot, str]
 
@@ -174,6 +176,41 @@ def _local_part(value: Any, target: SlotTarget) -> torch.Tensor | None:
         if layout_of_dtensor(value) == target.placement:
             return local_of_dtensor(value)
     return None
+
+
+def joint_targets(
+    targets: Mapping[Place, SlotTarget], modules: Modules, optimizers: Sequence[Optimizer]
+) -> dict[Place, SlotTarget]:
+    """Say where LBFGS wants what it keeps for all its parameters together, which says nothing of ranks if it is whole.
+
+    Its steps make it of their gradients: DTensors of the same mesh, with all of it on every rank.
+
+    Args:
+        targets: Where values are wanted as far as they, or a fresh state, say it.
+        modules: The model.
+        optimizers: The optimizers.
+    """
+    made = dict(targets)
+    for live in live_optimizers(modules, [one for one in optimizers if isinstance(one, torch.optim.LBFGS)]):
+        mesh, *others = {getattr(param.tensor, "device_mesh", None) for param in live.params} or (None,)
+        if mesh is None or others:
+            continue
+        names = {name for param in live.params for name in modules.names_of(param.tensor)}
+        for place, target in targets.items():
+            if place[1] in names and target.placement is None and target.memory is None:
+                made[place] = _on_every_rank(target, mesh)
+    return made
+
+
+def _on_every_rank(target: SlotTarget, mesh: Any) -> SlotTarget:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    from fdsd.comms.dtensors import layout_of_dtensor
+
+    spec = target.spec
+    local = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    like = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return SlotTarget(target.fqn, target.slot, spec, layout_of_dtensor(like), None, target.device, like)
 
 
 def stray_targets(

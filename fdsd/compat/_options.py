@@ -99,7 +99,7 @@ def told(options: StateDictOptions, shared: Sequence[str] = _WRITING) -> str:
     'StateDictOptions(full_state_dict=True)'
     """
     if isinstance(options, _Refused):
-        return f"options that do not hold: {options.why}"
+        return f"options that do not hold: {options.why.rstrip('.')}"
     defaults = vars(StateDictOptions())
     given = [f"{name}={getattr(options, name)}" for name in shared if getattr(options, name) != defaults[name]]
     return f"StateDictOptions({', '.join(given)})"
@@ -107,7 +107,7 @@ def told(options: StateDictOptions, shared: Sequence[str] = _WRITING) -> str:
 
 @dataclass
 class _Refused(StateDictOptions):
-    """Stands for options that do not hold, while the other ranks hear of them."""
+    """Stands for options that do not hold, while the other ranks hear of them: those that gather would wait."""
 
     why: str = ""
 
@@ -122,4 +122,4 @@ def attempted(options: Any) -> tuple[StateDictOptions, OptionError | None]:
         return checked(options), None
     except OptionError as error:
         meets_all = bool(getattr(options, "broadcast_from_rank0", False))
-        return _Refused(broadcast_from_rank0=meets_all, why=str(error)), error
+        return _Refused(full_state_dict=True, broadcast_from_rank0=meets_all, why=str(error)), error

@@ -14,7 +14,6 @@ from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.spans import view_of
 from fdsd.comms.wrappers import is_extra
-from fdsd.compat._errors import LoadError
 from fdsd.compat._nested import Path, mapped, named
 from fdsd.compat._verdict import in_words, raise_faults
 from fdsd.data.errors import FdsdError, listing
@@ -28,7 +27,7 @@ from fdsd.layout.layout import Layout
 from fdsd.layout.mesh import Mesh
 from fdsd.layout.placement import Replicate
 
-__all__ = ["RankZero", "announced", "outline_of_model", "outline_of_tree"]
+__all__ = ["RankZero", "announced", "announcement", "outline_of_model", "outline_of_tree"]
 
 _THERE = Layout(Mesh({"rank": 1}, [0]), [Replicate()])
 
@@ -47,15 +46,16 @@ class RankZero:
         self._tensors = {name: _detached(leaf) for name, leaf in tensors.items()}
         self._nodes: dict[str, Lazy] = {}
 
-    def __contains__(self, fqn: object) -> bool:
-        return fqn in self._tensors
-
     def node(self, fqn: str) -> Lazy:
         """Give a tensor as an expression."""
+        found = self.find(fqn)
+        assert found is not None, f"rank 0 was not asked for {fqn!r}"
+        return found
+
+    def find(self, fqn: str) -> Lazy | None:
+        """Give a tensor as an expression; ``None`` if there is none of this name."""
         found = self._nodes.get(fqn)
-        if found is None:
-            spec = spec_of(self._tensors[fqn])
-            assert spec is not None
+        if found is None and (spec := spec_of(self._tensors.get(fqn))) is not None:
             found = self._nodes[fqn] = Lazy(Origin(self, fqn, spec), (), [spec])
         return found
 
@@ -92,23 +92,29 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
-Outline = Callable[[Any], tuple[Any, list[str]]]
+Outliner = Callable[[Any], tuple[Any, list[str]]]
 """Gives what other ranks are told of a state dict, with specs for tensors, and the names of tensors that are not
 whole."""
 
 
-def announced(state: Any, world: World, outline: Outline, fault: BaseException | None, what: str) -> Any:
-    """Tell all ranks what rank 0 has. Collective.
+def announced(state: Any, world: World, outliner: Outliner, fault: BaseException | None, what: str) -> Any:
+    """Give, on rank 0 its own state dict, on others what it tells of it. Collective.
+
+    See ``announcement`` for the rest.
+    """
+    pickled = announcement(state, world, outliner, fault, what)
+    return state if world.rank == 0 else pickle.loads(pickled)  # by another rank of this very program
+
+
+def announcement(state: Any, world: World, outliner: Outliner, fault: BaseException | None, what: str) -> bytes:
+    """Tell all ranks what rank 0 has; give that, pickled. Collective.
 
     Args:
         state: The state dict of this rank; only that of rank 0 counts.
-        world: All ranks.
-        outline: What to tell.
+        world: All ranks; rank 0 is one of them.
+        outliner: What to tell.
         fault: What went wrong on this rank before.
         what: What is told, with what has to be equal on all ranks: the options.
-
-    Returns:
-        On rank 0 its own state dict; on others the outline.
 
     Raises:
         BaseException: The fault of this rank, which is that of all others.
@@ -117,25 +123,26 @@ def announced(state: Any, world: World, outline: Outline, fault: BaseException |
     """
     said: Any = None if fault is None else in_words(fault)
     if said is None and world.rank == 0:
-        said = _statement(state, outline)
+        said = _statement(state, outliner)
     told: list[Any] = ask(world, what, said, fault)
     faults = [one if isinstance(one, str) else None for one in told]
     raise_faults(dict(zip(world.ranks, faults, strict=True)), fault)
-    pickled, sharded = told[world.ranks.index(0)]
-    if sharded:
-        raise LoadError(
-            f"broadcast_from_rank0: rank 0 gives whole tensors, and these lie over ranks: {listing(sharded)}. Gather "
-            "them first, or load with full_state_dict=False."
-        )
-    return state if world.rank == 0 else pickle.loads(pickled)  # by another rank of this very program
+    pickled: bytes = told[world.ranks.index(0)]
+    return pickled
 
 
-def _statement(state: Any, outline: Outline) -> Any:
+def _statement(state: Any, outliner: Outliner) -> bytes | str:
     try:
-        outlined, sharded = outline(state)
-        return pickle.dumps(outlined), sharded
+        outline, sharded = outliner(state)
+        pickled = pickle.dumps(outline)
     except Exception as error:  # whatever an object of the user's raises
         return f"an entry that is no tensor cannot be sent to other ranks: {error}"
+    if not sharded:
+        return pickled
+    return (
+        f"rank 0 gives whole tensors, and these lie over ranks: {listing(sharded)}. Gather them first, or let each "
+        "rank load what it has"
+    )
 
 
 def outline_of_model(state: Mapping[str, Any]) -> tuple[Any, list[str]]:

@@ -19,6 +19,7 @@ from fdsd.comms.modules import is_dtensor
 from fdsd.comms.worlds import is_among, world_in
 from fdsd.compat._companions import CompanionMismatch, are_alike, companions, copied
 from fdsd.compat._cpu_memory import Allocator, check_pinning, to_cpu
+from fdsd.compat._destinations import Destination
 from fdsd.compat._flat_keys import (
     CONTAINER_TYPE,
     FLATTEN_MAPPING,
@@ -30,9 +31,8 @@ from fdsd.compat._flat_keys import (
     traverse,
     unflatten,
 )
-from fdsd.compat._full import Announced, announce, cut_here, put, slots_of, spec_told, spread
+from fdsd.compat._full import Announced, announce, cut_here, destinations_of, put, spec_told, spread
 from fdsd.compat._nested import Path, leaves_of, nothing_of, type_fault
-from fdsd.compat._slots import Slot
 from fdsd.compat._subclasses import plain_tree
 from fdsd.compat._whole_trees import moved, whole_tree, with_tensors
 from fdsd.data.values import is_sequence
@@ -229,10 +229,10 @@ def _broadcast_state_dict(
     world = world_in(pg)
     full_state_dict, odd = plain_tree(full_state_dict)
     said = announce(full_state_dict, world, odd)
-    slot = partial(Slot.of, device=torch.device(device), offload=cpu_offload)
-    slots, fault = slots_of(local_state_dict, said.specs, said.owners, slot)
-    spread(full_state_dict, said, slots, world, fault)
-    put(local_state_dict, slots)
+    destination = partial(Destination.of, device=torch.device(device), offload=cpu_offload)
+    destinations, fault = destinations_of(local_state_dict, said.specs, said.owners, destination)
+    spread(full_state_dict, said, destinations, world, fault)
+    put(local_state_dict, destinations)
     local_state_dict.update({name: value for name, value in said.objects.items() if name in local_state_dict})
     for name in [name for name in local_state_dict if strict and name not in said]:
         del local_state_dict[name]
@@ -261,8 +261,8 @@ def _distribute_state_dict(
     {'w': tensor([1, 1], dtype=torch.int8), 'lr': 0.1}
     """
     tensors = {name: value for name, value in full_state_dict.items() if isinstance(value, torch.Tensor)}
-    slot = partial(Slot.of, device=torch.device(device), in_place=False)
-    put(local_state_dict, cut_here(tensors, local_state_dict, slot))
+    destination = partial(Destination.of, device=torch.device(device), in_place=False)
+    put(local_state_dict, cut_here(tensors, local_state_dict, destination))
     for name, value in full_state_dict.items():
         if name not in tensors:
             local_state_dict[name] = value
@@ -289,7 +289,7 @@ def _distribute_tensors(
     """
     pairs = {key: pair for key in keys if is_sequence(pair := local_state_dict.get(key)) and len(pair) == 2}
     entries, wholes = ({key: pair[i] for key, pair in pairs.items()} for i in (0, 1))
-    put(local_state_dict, cut_here(wholes, entries, partial(Slot.of, device=torch.device(device))))
+    put(local_state_dict, cut_here(wholes, entries, partial(Destination.of, device=torch.device(device))))
 
 
 def _broadcast_tensors(
@@ -303,9 +303,11 @@ def _broadcast_tensors(
     world = world_in(pg)
     specs = {key: spec_told(full_state_dict[key]) for key in keys}
     said = Announced(specs, {key: key for key in keys}, {})
-    slots, fault = slots_of(local_state_dict, said.specs, said.owners, partial(Slot.of, device=torch.device(device)))
-    spread({key: full_state_dict[key] for key in keys}, said, slots, world, fault)
-    put(local_state_dict, slots)
+    destinations, fault = destinations_of(
+        local_state_dict, said.specs, said.owners, partial(Destination.of, device=torch.device(device))
+    )
+    spread({key: full_state_dict[key] for key in keys}, said, destinations, world, fault)
+    put(local_state_dict, destinations)
 
 
 _flatten_state_dict = flatten

@@ -15,7 +15,10 @@ from fdsd.data.errors import RankDisagreement
 from fdsd.data.values import several
 from fdsd.engine.asking import ask
 
-__all__ = ["Findings", "agreed", "in_words", "raise_faults"]
+__all__ = ["NOTHING_READ", "Findings", "agreed", "in_words", "raise_faults"]
+
+_NOTHING_WRITTEN = "Nothing has been written on any rank."
+NOTHING_READ = "No rank has got a state dict."
 
 
 @define
@@ -31,6 +34,7 @@ class Findings:
         is_empty: Whether nothing at all was given.
         has_machines: Whether there are modules that load by code of their own.
         scalars: Names of one element and one dim that are wanted without dims.
+        wishes: What is equal for ranks that wish for the same of others; ``None`` once they are known to differ.
         optim: What is wrong with the state of optimizers.
         fault: An error that was raised, in words.
     """
@@ -43,6 +47,7 @@ class Findings:
     is_empty: bool = False
     has_machines: bool = False
     scalars: list[str] = field(factory=list)
+    wishes: bytes | None = b""
     optim: Faults = field(factory=Faults)
     fault: str | None = None
 
@@ -59,11 +64,18 @@ class Findings:
             all(one.is_empty for one in every),
             any(one.has_machines for one in every),
             _once(one.scalars for one in every),
+            every[0].wishes if len({one.wishes for one in every}) == 1 else None,
             Faults.joined(one.optim for one in every),
         )
 
 
-def agreed(mine: Findings, fault: BaseException | None, meetings: Sequence[Meeting], what: str) -> Findings:
+def agreed(
+    mine: Findings,
+    fault: BaseException | None,
+    meetings: Sequence[Meeting],
+    what: str,
+    outcome: str = _NOTHING_WRITTEN,
+) -> Findings:
     """Put the findings of all ranks together. Collective in each meeting.
 
     What is heard in one meeting is told in the next ones, and a second time where somebody has several.
@@ -73,6 +85,7 @@ def agreed(mine: Findings, fault: BaseException | None, meetings: Sequence[Meeti
         fault: What was raised on it.
         meetings: Who meets, in an order that is the same on all ranks.
         what: What they meet for, with what has to be equal on all ranks: the options.
+        outcome: What is the case after a fault.
 
     Raises:
         RankDisagreement: The ranks meet for different things, or have other options.
@@ -89,7 +102,7 @@ def agreed(mine: Findings, fault: BaseException | None, meetings: Sequence[Meeti
             fault, known[this_rank()] = error, Findings(fault=in_words(error))
     for meeting in again:
         _hear(known, len(meetings), meeting, what, fault)
-    raise_faults({rank: known[rank].fault for rank in sorted(known)}, fault)
+    raise_faults({rank: known[rank].fault for rank in sorted(known)}, fault, outcome)
     found = Findings.joined([known[rank] for rank in sorted(known)])
     found.collective = found.collective.intersection(meetings)
     return found
@@ -104,12 +117,13 @@ def in_words(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {fault}"
 
 
-def raise_faults(faults: Mapping[int, str | None], own: BaseException | None) -> None:
+def raise_faults(faults: Mapping[int, str | None], own: BaseException | None, outcome: str = _NOTHING_WRITTEN) -> None:
     """Raise, on all ranks, what went wrong on any of them.
 
     Args:
         faults: What each rank tells of its error, in words.
         own: That of this rank, which is raised as it is if all have the same.
+        outcome: What is the case after it.
 
     Raises:
         BaseException: The error of this rank, which is that of all others.
@@ -120,7 +134,7 @@ def raise_faults(faults: Mapping[int, str | None], own: BaseException | None) ->
     if own is not None and len(set(faults.values())) == 1:
         raise own
     if texts := [f"Rank {rank}: {text}" for rank, text in faults.items() if text is not None]:
-        raise LoadError(f"{several(texts).rstrip('.')}. Nothing has been written on any rank.") from own
+        raise LoadError(f"{several(texts).rstrip('.')}. {outcome}") from own
 
 
 def _hear(known: dict[int, Findings], count: int, meeting: Meeting, what: str, fault: BaseException | None) -> int:

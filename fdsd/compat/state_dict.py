@@ -5,7 +5,7 @@ Each function is a short pipeline over the parts beside it: read what is live, c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,12 @@ from fdsd.comms.optimizer_templates import start
 from fdsd.comms.worlds import default_world, has_group
 from fdsd.compat._errors import LoadError, NoMapping
 from fdsd.compat._fqns import FLAT_PARAM, WRAPPER_SEGMENTS, get_fqns
-from fdsd.compat._model import (
-    live_state,
-    of_submodules,
-    read_model,
-    refuse_empty,
-    submodule_prefixes,
-)
+from fdsd.compat._hearing import heard, tables_of
+from fdsd.compat._model import Read, warn_of_submodules
 from fdsd.compat._model_loading import ModelLoading
-from fdsd.compat._optim import as_osd, is_for_rank_0, listed, own_methods, shown_state
+from fdsd.compat._optim import OptimRead, as_osd, listed, own_methods
 from fdsd.compat._optim_loading import OptimLoading
-from fdsd.compat._options import StateDictOptions, attempted, checked, reading_model, reading_optimizers
+from fdsd.compat._options import StateDictOptions, attempted, reading_model, reading_optimizers
 from fdsd.compat._state_dict_utils import _offload_state_dict_to_cpu
 from fdsd.compat._types import (
     FQNS_T,
@@ -116,7 +111,7 @@ def get_model_state_dict(
 
     Raises:
         OptionError: The options do not go together.
-        LoadError: The state dict is empty.
+        LoadError: The state dict is empty; or other ranks that gather cannot read theirs.
         RankDisagreement: Ranks that gather have other options.
 
     Law: ``set_model_state_dict(model, get_model_state_dict(model))`` changes nothing.
@@ -124,13 +119,11 @@ def get_model_state_dict(
     >>> list(get_model_state_dict(nn.Linear(2, 1)))
     ['weight', 'bias']
     """
-    given = checked(options)
-    prefixes = submodule_prefixes(model, submodules, given)
-    state: dict[str, Any] = live_state(model, given)
-    if prefixes is not None:
-        state = of_submodules(state, prefixes, given)
-    refuse_empty(state, given, excused=prefixes is not None)
-    return _brought(state, given, reading_model(given), rank_0_only=given.cpu_offload)
+    warn_of_submodules(submodules)
+    given, fault = attempted(options)
+    asked = reading_model(given)
+    read = heard(model, lambda: Read.of(model, submodules, given), asked, given, fault)
+    return _brought(read.shown(given), given, asked, rank_0_only=given.cpu_offload)
 
 
 @torch.no_grad()
@@ -164,7 +157,8 @@ def set_model_state_dict(
     [[1.0, 2.0]]
     """
     given, fault = attempted(options)
-    return ModelLoading.prepared(model, read_model(model, given), model_state_dict, given, fault=fault).write()
+    modules, odd = tables_of(model, given)
+    return ModelLoading.prepared(model, modules, model_state_dict, given, fault=fault or odd).write()
 
 
 @torch.no_grad()
@@ -199,14 +193,25 @@ def get_optimizer_state_dict(
     >>> get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))["param_groups"][0]["params"]
     ['weight']
     """
-    given, (several, fault) = checked(options), _given(optimizers, needed=True)
-    modules = read_model(model, given)
-    submodule_prefixes(model, submodules, given)
-    with own_methods(several):
-        only = is_for_rank_0(modules, given)
-        found = shown_state(modules, several, given, rank_0_only=only, fault=fault)
-        state: dict[str, Any] = as_osd(found, given)
-    made = _brought(state, given, reading_optimizers(given), rank_0_only=only)
+    warn_of_submodules(submodules)
+    several, fault = _given(optimizers, needed=True)
+    return _of_optimizers(model, several, submodules, options, fault)
+
+
+def _of_optimizers(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    submodules: Any,
+    options: Any,
+    fault: FdsdError | None,
+) -> OptimizerStateType:
+    """Give the state dict of optimizers; ``fault`` is what is wrong with them on this rank."""
+    given, wrong = attempted(options)
+    asked = reading_optimizers(given)
+    with own_methods(optimizers):
+        read = heard(model, lambda: OptimRead.of(model, optimizers, submodules, given), asked, given, wrong or fault)
+        state: dict[str, Any] = as_osd(read.shown(given), given)
+    made = _brought(state, given, asked, rank_0_only=read.is_for_rank_0(given))
     if made or given.cpu_offload or given.flatten_optimizer_state_dict:
         return made
     return {_STATE: {}, _PG: []}  # of FSDP1, which rank 0 is going to give to all
@@ -241,9 +246,9 @@ def set_optimizer_state_dict(
     0.1
     """
     given, fault = attempted(options)
-    modules = read_model(model, given)
+    modules, wrong = tables_of(model, given)
     several, odd = _given(optimizers, needed=True)
-    OptimLoading.prepared(modules, several, optim_state_dict, given, fault=fault or odd).write()
+    OptimLoading.prepared(modules, several, optim_state_dict, given, fault=fault or wrong or odd).write()
 
 
 @torch.no_grad()
@@ -300,9 +305,11 @@ def get_state_dict(
     >>> [list(state) for state in get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))]
     [['weight', 'bias'], ['state', 'param_groups']]
     """
-    several = listed(optimizers)
+    several, fault = _given(optimizers, needed=False)
     weights = get_model_state_dict(model, submodules=submodules, options=options)
-    return weights, get_optimizer_state_dict(model, several, options=options) if several else {}
+    if not several and fault is None:
+        return weights, {}
+    return weights, _of_optimizers(model, several, None, options, fault)
 
 
 @torch.no_grad()
@@ -331,11 +338,11 @@ def set_state_dict(
         LoadError: Something does not fit.
     """
     given, fault = attempted(options)
-    modules = read_model(model, given)
+    modules, unread = tables_of(model, given)
     world = default_world() if given.broadcast_from_rank0 else None
     is_giver = world is None or not world.rank
     several, odd = _given(optimizers, needed=is_giver and not model_state_dict)
-    optim, wrong = None, fault or odd
+    optim, wrong = None, fault or unread or odd
     if several or isinstance(odd, NoMapping):  # of what is none nobody knows whether others have some: they do
         optim = OptimLoading.prepared(modules, several, optim_state_dict, given, fault=wrong)
     weights = ModelLoading.prepared(model, modules, model_state_dict, given, may_be_empty=True, fault=wrong)

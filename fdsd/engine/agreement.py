@@ -120,18 +120,21 @@ def state(requests: Mapping[str, Request], rank: int) -> Statement:
     made = Statement()
     stating = _Stating(made, rank)
     leaders: dict[Hashable, int] = {}
-    given = [request.out for request in requests.values()]
+    given = [*requests.values()]
+    kinds: list[int] = []
     firsts: list[int] = []
     for number, (name, request) in enumerate(requests.items()):
+        node = request.node
         try:
             place = stating.place_of(request)
         except Exception as error:
             add_note(error, f"of {name!r}")
             raise
-        first = leaders.setdefault((name if request.node is None else id(request.node), place), number)
-        firsts.append(first if first == number or _same_memory(given[first], request.out) else number)
-        made.kinds.append(place)
+        first = leaders.setdefault((name if node is None else id(node), place), number)
+        firsts.append(first if first == number or _same_memory(given[first].out, request.out) else number)
+        kinds.append(place)
     made.names.extend(requests)
+    made.kinds.extend(kinds)
     made.leaders.extend(firsts)
     return made
 
@@ -157,14 +160,14 @@ class _Stating:
         if node is None or not isinstance(node.op, Origin):
             return self._place_of_new(request)
         op = node.op
-        placement = placement_of(op)
-        memory = None if out is None else (out.shape, out.dtype, out.is_meta)
-        seen = id(op.spec), id(placement), id(request.target), request.everyone, request.dtype, memory
+        spec, placement, target = op.spec, placement_of(op), request.target
+        shape, dtype, is_meta = (None, request.dtype, False) if out is None else (out.shape, out.dtype, out.is_meta)
+        seen = id(spec), id(placement), id(target), request.everyone, shape, dtype, is_meta
         place = self._seen.get(seen)
         if place is not None:
             self._made.origins.append((op,))
             return place
-        self._alive.append((op.spec, placement, request.target))
+        self._alive.append((spec, placement, target))
         place = self._seen[seen] = self._place_of_new(request)
         return place
 

@@ -135,7 +135,7 @@ class _Run:
         self._views: dict[tuple[int, int], Views] = {}
         world = plan.world
         mine = [plan.agreed.mine[at] for at in plan.positions]
-        self._tensors = [self._delivered(at, i) for at, i in zip(plan.positions, mine, strict=True)]
+        self._tensors = self._delivered(mine)
         memory = Memory(self._tensors, Kept(), plan.device, plan.layer)
         layer = plan.layer if world.device.type == "cpu" and memory.has_far else None
         self._exchange = Exchange(world, memory, Buffers(plan.window.buffers, world.device, layer), plan.window)
@@ -143,14 +143,17 @@ class _Run:
         self._uses = Counter(plan.agreed.leaders)
         self._prepare(memory)
 
-    def _delivered(self, at: int, i: int) -> Delivered:
-        plan = self._plan
-        key = plan.agreed.kinds[at], -1 if i < 0 else plan.statement.kinds[i]
-        views = self._views.get(key)
-        if views is None:
-            views = self._views[key] = self._made_views(*key)
-        name = plan.agreed.names[at]
-        return Delivered(name, views, *((plan.requests[i], plan.statement.origins[i]) if i >= 0 else (None, ())))
+    def _delivered(self, mine: Sequence[int]) -> list[Delivered]:
+        """Give all tensors that are delivered, with what this rank asks for; ``mine`` says where it is stated."""
+        plan, known = self._plan, self._views
+        kinds, names, stated = plan.agreed.kinds, plan.agreed.names, plan.statement.kinds
+        requests, origins = plan.requests, plan.statement.origins
+        made: list[Delivered] = []
+        for at, i in zip(plan.positions, mine, strict=True):
+            key = kinds[at], -1 if i < 0 else stated[i]
+            views = known.get(key) or known.setdefault(key, self._made_views(*key))
+            made.append(Delivered(names[at], views, *((requests[i], origins[i]) if i >= 0 else (None, ()))))
+        return made
 
     def _made_views(self, kind: int, mine: int) -> Views:
         """Give the views of a structure, which are remembered together with its plan."""
@@ -169,8 +172,9 @@ class _Run:
                 memory.kept = kept_of(requests, self._plan.world.rank)
         except BaseException as error:  # told to all at the end of the first round
             self._exchange.error = error, next(iter(requests))
-        for tensor in self._tensors:
-            tensor.is_settled = tensor.name in memory.kept.settled
+        settled = memory.kept.settled
+        for tensor in self._tensors if settled else ():
+            tensor.is_settled = tensor.name in settled
 
     def travel(self, rounds: Rounds, number: int) -> None:
         """Exchange the messages of a round and do what is to be done with them; then all ranks tell how it went."""
@@ -184,7 +188,7 @@ class _Run:
                 if message - first > reached:
                     reached = message - first
                     exchange.advance(reached)
-                if exchange.is_posting:
+                if i >= exchange.due:
                     exchange.keep_up(i)
                 self._finish(i)
             exchange.finish()

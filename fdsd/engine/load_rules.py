@@ -155,14 +155,17 @@ def unwritable(state: Outline, modules: Modules, match: Match, rules: Rules) -> 
         match: What goes where.
         rules: Which dtypes tensors take.
     """
-    leaves, problems = state.leaves, list[Problem]()
+    leaves, problems, is_source = state.leaves, list[Problem](), rules.dtype == "source"
     for name, source in match.loads.items():
         live = modules.tensors.get(name)
         if live is None or live.flat is not None or name in modules.through:
             continue
         local = getattr(live.tensor, "_local_tensor", live.tensor)
+        is_plain = is_exact(local) and local.layout is torch.strided and local.is_contiguous()
+        if is_plain and not is_source and not local.is_inference():  # as nearly all are
+            continue
         text = _refusal(local, leaves[source]) if is_grid(local) else None
-        spec = spec_of(leaves[source]) if rules.dtype == "source" and live.trainable else None
+        spec = spec_of(leaves[source]) if is_source and live.trainable else None
         if spec is not None and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             text = f"is {dtype_name(spec.dtype)} in the state, and requires gradients, which integers do not have"
         if text is not None:

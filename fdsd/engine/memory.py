@@ -22,17 +22,9 @@ from fdsd.engine.staging import ACCELERATOR, Layer, Staging
 from fdsd.engine.steps import run_steps
 from fdsd.engine.views import Part, Views
 from fdsd.layout.cutting import Spot
+from fdsd.layout.wiring import Recipe
 
 __all__ = ["Delivered", "Memory"]
-
-
-_Plain = tuple[int, tuple[int, ...]]
-"""The address of a tensor in ordinary memory, and its strides."""
-
-
-def _plain(memory: torch.Tensor | None) -> _Plain | None:
-    at = None if memory is None else address_of(memory)
-    return None if memory is None or at is None else (at, memory.stride())
 
 
 class Delivered:
@@ -78,7 +70,7 @@ class Memory:
     _sources: dict[tuple[int, int], torch.Tensor | None] = field(
         factory=dict[tuple[int, int], "torch.Tensor | None"], init=False
     )
-    _plain: dict[tuple[int, int], _Plain | None] = field(factory=dict[tuple[int, int], "_Plain | None"], init=False)
+    _starts: dict[tuple[int, int], int | None] = field(factory=dict[tuple[int, int], "int | None"], init=False)
 
     @cached_property
     def has_far(self) -> bool:
@@ -96,14 +88,13 @@ class Memory:
         memory = self._sources[key] if key in self._sources else self._fetch(*key)
         return None if memory is None else part.source(memory)
 
-    def address(self, i: int, part: Part) -> int | None:
-        """Give the address of a part in ordinary memory, where its bytes lie in one row; ``None`` if they do not."""
-        key = i, part.origin
-        if key not in self._plain:
-            self._plain[key] = _plain(self._sources[key] if key in self._sources else self._fetch(*key))
-        plain = self._plain[key]
-        row = None if plain is None else part.row(plain[1])
-        return None if plain is None or row is None else plain[0] + row
+    def start(self, i: int, origin: int) -> int | None:
+        """Give the address of a source tensor in ordinary memory, where its bytes lie in one row; else ``None``."""
+        key = i, origin
+        if key not in self._starts:
+            memory = self._sources[key] if key in self._sources else self._fetch(*key)
+            self._starts[key] = None if memory is None else address_of(memory)
+        return self._starts[key]
 
     def _fetch(self, i: int, origin: int) -> torch.Tensor | None:
         tensor = self.tensors[i]
@@ -176,10 +167,21 @@ class Memory:
             The result; ``None`` if this rank wants nothing.
         """
         tensor = self.tensors[i]
-        recipe = tensor.views.recipe
-        if recipe is None:
+        views = tensor.views
+        if views.recipe is None:
             return None
-        result = self._result(i)
+        result = self._results.get(i)
+        if result is None:
+            result = self._make(i)
+        if not views.is_received:
+            self._complete(i, views.recipe)
+        del self._results[i]
+        request = tensor.request
+        return result if request is None or request.out is None else request.out
+
+    def _complete(self, i: int, recipe: Recipe) -> None:
+        """Copy what this rank keeps, and compute what is made of what it got."""
+        tensor = self.tensors[i]
         if not tensor.is_settled:
             may_wait = not (recipe.again or recipe.steps)
             for part in tensor.views.keeps:
@@ -189,9 +191,6 @@ class Memory:
             copy_elements(self._at(i, source), self._at(i, out))
         if recipe.steps:
             self._run(i)
-        del self._results[i]
-        request = tensor.request
-        return result if request is None or request.out is None else request.out
 
     def _defer(self, i: int, part: Part) -> bool:
         """Have a part copied beside others, until the round ends; tell whether it had better be."""
@@ -217,7 +216,7 @@ class Memory:
 
     def forget(self) -> None:
         """Let go of what a round needed; what has failed may have left something."""
-        for some in (self._results, self._staging, self._sources, self._plain, *self._short):
+        for some in (self._results, self._staging, self._sources, self._starts, *self._short):
             some.clear()
         self._through.forget()
 

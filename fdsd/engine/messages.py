@@ -6,6 +6,7 @@ What is sent, and what is done with it, is ``memory``'s business.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from ctypes import memmove
@@ -113,6 +114,7 @@ class Exchange:
         buffers: For what is packed.
         window: How much is under way at once.
         error: The first error of this rank, and the tensor it is about. From then on zeros are sent.
+        due: The first tensor at which ``keep_up`` has something to do.
     """
 
     world: World
@@ -120,6 +122,7 @@ class Exchange:
     buffers: Buffers
     window: Window
     error: tuple[BaseException, str] | None = None
+    due: float = 0
     _posted: deque[_Posted] = field(factory=deque[_Posted], init=False)
     _next: int = field(default=0, init=False)
     _columns: tuple[list[int], ...] = field(default=(), init=False)
@@ -130,18 +133,15 @@ class Exchange:
         items = program.instances, program.overlaps, program.parts, program.offsets
         self._columns = tuple([to_list(column) for column in (*columns, *items)])
         self._next = 0
+        self.due = 0
 
     def advance(self, message: int) -> None:
         """Go on until a message is complete, and all before it."""
+        self.due = 0
         while (self._posted[0].number if self._posted else self._next) <= message:
             while self._post():
                 pass
             self._complete()
-
-    @property
-    def is_posting(self) -> bool:
-        """Whether there are messages that are not under way yet."""
-        return self._next < len(self._columns[0])
 
     def keep_up(self, tensor: int) -> None:
         """Post what may be under way while a tensor is copied; wait for messages of earlier ones only if it has to.
@@ -150,8 +150,13 @@ class Exchange:
         """
         while self._post():
             pass
-        _, _, _, bounds, instances, *_ = self._columns
-        while self._next < len(bounds) - 1 and instances[bounds[self._posted[0].number]] < tensor:
+        peers, _, _, bounds, instances, *_ = self._columns
+        self.due = math.inf
+        while self._next < len(peers):
+            first = instances[bounds[self._posted[0].number]]
+            if first >= tensor:
+                self.due = first + 1
+                return
             self._complete()
             while self._post():
                 pass
@@ -241,16 +246,18 @@ class Exchange:
         if not buffer.is_cpu or memory.has_far:
             return items
         _, instances, overlaps, parts, offsets = self._columns[3:]
+        tensors, start = memory.tensors, memory.start
         base, i, rest = buffer.data_ptr(), 0, list[int]()
         try:
             for at in items:
                 i = instances[at]
-                part = memory.tensors[i].views.part(overlaps[at], parts[at])
-                address = memory.address(i, part)
+                views, key = tensors[i].views, (overlaps[at], parts[at])
+                part = views.parts.get(key) or views.part(*key)
+                address = start(i, part.origin) if part.first >= 0 else None
                 if address is None:
                     rest.append(at)
                 else:
-                    memmove(base + offsets[at], address, part.nbytes)
+                    memmove(base + offsets[at], address + part.first, part.nbytes)
         except BaseException as error:  # told to all at the end
             self.fail(error, i)
             return ()
@@ -272,7 +279,8 @@ class Exchange:
         try:
             for at in items:
                 i = instances[at]
-                part = tensors[i].views.part(overlaps[at], parts[at])
+                views, key = tensors[i].views, (overlaps[at], parts[at])
+                part = views.parts.get(key) or views.part(*key)
                 view = find(i, part)
                 if part.wire is not wire:
                     wire = part.wire

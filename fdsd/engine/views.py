@@ -29,9 +29,6 @@ _Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 _Found = tuple[tuple[int, ...], "_Strided | None"]
 """The strides of a tensor, and a view of it; ``None`` for all of it."""
 
-_Row = tuple[tuple[int, ...], "int | None"]
-"""The strides of a tensor, and the first byte of a row in it; ``None`` if there is no row."""
-
 _SHORT = 1 << 14
 """Parts of fewer elements are copied many at once."""
 
@@ -66,7 +63,7 @@ class Part:
     """
 
     __slots__ = (
-        "_row",
+        "_first",
         "_source",
         "_target",
         "_views",
@@ -93,7 +90,7 @@ class Part:
         self.is_plain = _is_plain(spot.dtype) and _is_plain(wiring.expression.origins[self.origin].dtype)
         self.is_short = region.numel < _SHORT
         self.nbytes = region.numel * self.wire.itemsize
-        self._row: _Row | None = None
+        self._first: int | None = None
         self._source: _Found | None = None
         self._target: _Found | None = None
 
@@ -106,19 +103,20 @@ class Part:
         at = found[1]
         return memory if at is None else memory.as_strided(at[0], at[1], at[2] + memory.storage_offset())
 
-    def row(self, strides: tuple[int, ...]) -> int | None:
-        """Give the first byte of its bytes in a source tensor of such strides, if they lie there as they travel."""
-        found = self._row
-        if found is None or found[0] != strides:
-            found = self._row = strides, self._first_byte(strides)
-        return found[1]
+    @property
+    def first(self) -> int:
+        """The first byte of its bytes in a contiguous source tensor; -1 if they do not lie there as they travel."""
+        if self._first is None:
+            self._first = self._first_byte()
+        return self._first
 
-    def _first_byte(self, strides: tuple[int, ...]) -> int | None:
+    def _first_byte(self) -> int:
         if not self.is_plain or self._views.wiring.expression.origins[self.origin].dtype != self.wire:
-            return None
-        shape, steps, offset = self._views.find(self.origin, self.region, strides)
+            return -1
+        held = self._views.shape_of(self.origin)
+        shape, steps, offset = self._views.find(self.origin, self.region, row_major(held))
         is_row = all(n == 1 or step == own for n, step, own in zip(shape, steps, row_major(shape), strict=True))
-        return offset * self.wire.itemsize if is_row else None
+        return offset * self.wire.itemsize if is_row else -1
 
     def target(self, memory: torch.Tensor) -> torch.Tensor:
         """View where it goes, in the memory of the result, or of the buffer that it goes to."""
@@ -143,6 +141,8 @@ class Views:
         recipe: What this rank wants, if anything.
         keeps: What it wants and holds itself.
         num_blocks: The buffers below this number are the result's blocks.
+        parts: The parts of overlaps that were asked for.
+        is_received: Whether all is done once what others send is in its place.
     """
 
     def __init__(self, wiring: Wiring, rank: int, placements: Sequence[Target] | None) -> None:
@@ -157,21 +157,33 @@ class Views:
         for spec, placement in zip(self._specs, placements or (), strict=False):
             self._held.append(blocks_of(placement, spec.shape, rank))
             self._shapes.append(local_shape_of(placement, spec.shape, rank))
-        self._parts: dict[tuple[int, int], Part] = {}
+        self.parts: dict[tuple[int, int], Part] = {}
         self.keeps: tuple[Part, ...] = tuple([self.part(overlap, ALL) for overlap in wiring.keeps.get(rank, ())])
+        self.is_received = not self.keeps and (self.recipe is None or not (self.recipe.again or self.recipe.steps))
 
     def part(self, overlap: int, part: int) -> Part:
         """Give a part of an overlap."""
-        found = self._parts.get((overlap, part))
+        found = self.parts.get((overlap, part))
         if found is not None:
             return found
         wiring = self.wiring
         if part == ALL:
-            self._parts[overlap, ALL] = Part(self, overlap, wiring.regions[overlap], wiring.spots[overlap])
+            self.parts[overlap, ALL] = Part(self, overlap, wiring.regions[overlap], wiring.spots[overlap])
         else:  # all of them: to cut an overlap takes as long as it has parts
             for i, (region, spot) in enumerate(wiring.parts(overlap)):
-                self._parts[overlap, i] = Part(self, overlap, region, spot)
-        return self._parts[overlap, part]
+                self.parts[overlap, i] = Part(self, overlap, region, spot)
+        return self.parts[overlap, part]
+
+    def shape_of(self, origin: int) -> tuple[int, ...]:
+        """Give the shape of what this rank holds of a source tensor.
+
+        Raises:
+            SpecMismatch: It holds nothing.
+        """
+        shape = self._shapes[origin] if origin < len(self._shapes) else None
+        if shape is None:
+            raise SpecMismatch("this rank does not hold any of its source.")
+        return shape
 
     def check(self, origin: int, memory: torch.Tensor) -> None:
         """Raise if the memory of a source tensor is not what its placement says.

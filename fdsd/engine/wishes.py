@@ -5,6 +5,7 @@ A rank that has a tensor which only others want has to state it too. Live module
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -22,7 +23,7 @@ from fdsd.layout.flattening import Flattening
 from fdsd.layout.pieces import Pieces
 from fdsd.layout.wants import Target, blocks_of
 
-__all__ = ["Wish", "label_of", "out_of_reach", "request_of", "requests_of"]
+__all__ = ["Wish", "digest_of", "label_of", "out_of_reach", "request_of", "requests_of"]
 
 
 @define(eq=False)  # not frozen: there are thousands, and that takes four times as long
@@ -53,16 +54,32 @@ def label_of(source: str, flattening: Flattening | None = None) -> str:
     return source if flattening is None else f"{source} ({flattening})"
 
 
+def digest_of(wishes: Mapping[str, Wish]) -> bytes:
+    """Give what is equal for ranks that wish for the same leaves in the same forms.
+
+    >>> digest_of({"w": Wish("w")}) == digest_of({"w": Wish("w", dtype=torch.int8)})
+    True
+    """
+    flattened = [label for label, wish in wishes.items() if wish.flattening is not None]
+    return hashlib.sha256(repr((list(wishes), flattened)).encode()).digest()
+
+
 def requests_of(
-    wishes: Mapping[str, Wish], node: Callable[[str], Lazy | None], world: World, verb: str
+    wishes: Mapping[str, Wish],
+    node: Callable[[str], Lazy | None],
+    world: World,
+    verb: str,
+    *,
+    are_alike: bool = False,
 ) -> dict[str, Request]:
-    """Turn the wishes of all ranks into this rank's requests; collective.
+    """Turn the wishes of all ranks into this rank's requests; collective, unless they are known to be alike.
 
     Args:
         wishes: What this rank wants, by label.
         node: Gives a leaf that this rank has as an expression; ``None`` for one that it does not have.
         world: The ranks.
         verb: How errors call the asker.
+        are_alike: Whether all ranks are known to wish for the same: their digests are equal.
 
     >>> from fdsd.algebra.apply import defer_leaf
     >>> from fdsd.comms.alone import Alone
@@ -70,6 +87,8 @@ def requests_of(
     >>> made["w"].node
     Lazy(Origin, float32[2])
     """
+    if are_alike:
+        return {label: request_of(wish, node(wish.source)) for label, wish in wishes.items()}
     mine = {label: (wish.source, wish.flattening) for label, wish in wishes.items()}
     wanted = dict(mine)
     for some in everyone(world, mine, f"{verb}: what is wanted"):

@@ -1,4 +1,4 @@
-"""`Slot`: where a whole tensor goes in a local state dict, and what stands there then.
+"""`Destination`: where a whole tensor goes in a local state dict, and what stands there then.
 
 The entry that is there says it: the shards of a sharded tensor are filled, a plain tensor is replaced, and each keeps
 its own dtype. How the elements come here is unknown.
@@ -20,13 +20,13 @@ from fdsd.data.spec import TensorSpec
 from fdsd.layout.pieces import Pieces
 from fdsd.layout.wants import Target, local_shape_of
 
-__all__ = ["Slot"]
+__all__ = ["Destination"]
 
 _CPU = torch.device("cpu")
 
 
 @frozen(eq=False)
-class Slot:
+class Destination:
     """Where a whole tensor goes.
 
     Attributes:
@@ -40,10 +40,10 @@ class Slot:
     entry: Any
 
     @classmethod
-    def nowhere(cls, spec: TensorSpec, entry: Any = None) -> Slot:
-        """Give the slot of a tensor of which nothing goes here.
+    def nowhere(cls, spec: TensorSpec, entry: Any = None) -> Destination:
+        """Give the destination of a tensor of which nothing goes here.
 
-        >>> Slot.nowhere(TensorSpec((2,), torch.int8)).target
+        >>> Destination.nowhere(TensorSpec((2,), torch.int8)).target
         Pieces.of(1, [])
         """
         return cls(Pieces.of(spec.ndim, []), None, entry)
@@ -51,7 +51,7 @@ class Slot:
     @classmethod
     def of(
         cls, local: Any, spec: TensorSpec, *, device: torch.device, in_place: bool = True, offload: bool = False
-    ) -> Slot:
+    ) -> Destination:
         """Find where a whole tensor goes.
 
         Args:
@@ -65,8 +65,9 @@ class Slot:
             SpecMismatch: The shapes differ.
             Unsupported: The entry has several local shards.
 
-        >>> slot = Slot.of(torch.ones(2, dtype=torch.bfloat16), TensorSpec((2,), torch.float32), device=_CPU)
-        >>> slot.memory.dtype, slot.entry is slot.memory
+        >>> entry = torch.ones(2, dtype=torch.bfloat16)
+        >>> found = Destination.of(entry, TensorSpec((2,), torch.float32), device=_CPU)
+        >>> found.memory.dtype, found.entry is found.memory
         (torch.bfloat16, True)
         """
         if local is None:
