@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
-from torch import nn
 
 from tests.helpers.audit_values import case
 from tests.helpers.audited import Kind, kinds_of
 from tests.helpers.ranks import RankFailure, run_ranks
 
 __all__ = ["Audit", "Check", "group", "num_ranks"]
+
+_T = TypeVar("_T")
 
 
 def group() -> Any:
@@ -28,14 +28,31 @@ def num_ranks() -> int:
 
 @frozen(eq=False)
 class Check:
-    """A check of one kind of parallelism: ``run(rank, kind)`` raises, or gives what all ranks have to give alike."""
+    """A check of one kind of parallelism: ``run(rank, kind)`` raises, or gives what all ranks have to give alike.
+
+    Attributes:
+        turn: Where it begins to deal out cases.
+    """
 
     run: Callable[[int, Kind], Any]
     joined: bool
     meta: bool
+    turn: int
 
     def __repr__(self) -> str:
         return self.run.__name__
+
+    def share(self, cases: Iterable[_T], kind: Kind, of: int, *, n: int | None = None) -> list[_T]:
+        """Give a kind its share of the cases of this check: one of so many, dealt out in turn.
+
+        The kinds of a number of ranks have all cases together, as long as there are as many of them; the next check
+        deals to the next kind first, so that each kind meets each way to give a state. One process has all cases.
+        """
+        n = num_ranks() if n is None else n
+        if n == 1:
+            return list(cases)
+        place = kinds_of(n, joined=self.joined, meta=self.meta).index(kind) + self.turn
+        return list(cases)[place % of :: of]
 
     def of_all_kinds(self, rank: int, n: int) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -60,7 +77,7 @@ class Audit:
         """Register a function as a check: of all kinds, those that lie over ranks, or those that can be on meta."""
 
         def register(run: Callable[[int, Kind], Any]) -> Check:
-            made = Check(run, joined, meta)
+            made = Check(run, joined, meta, len(self.checks))
             self.checks.append(made)
             return made
 
@@ -89,6 +106,5 @@ class Audit:
 
 
 def _run(checks: Sequence[Check], n: int) -> list[dict[Check, Any]]:
-    torch.compile(nn.Identity(), backend="eager")  # its imports, once for all ranks
     found = run_ranks(lambda rank: [check.of_all_kinds(rank, n) for check in checks], n, timeout=60)
     return [dict(zip(checks, told, strict=True)) for told in found]

@@ -143,12 +143,10 @@ def num_ranks(way: str) -> int:
 
 def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """Step an optimizer by gradients that depend on the parameters and a seed alone, without running the model."""
-    with warnings.catch_warnings():  # torch 2.9 warns of tensors that its DTensors make to find layouts, now and then
-        warnings.filterwarnings("ignore", message="Deallocating Tensor that still has live PyObject")
-        for parameter in model.parameters():
-            if parameter.numel():  # FSDP1 gives none where a rank has nothing of a parameter
-                parameter.grad = parameter.detach() * seed - 0.25
-        optimizer.step()
+    for parameter in model.parameters():
+        if parameter.numel():  # FSDP1 gives none where a rank has nothing of a parameter
+            parameter.grad = parameter.detach() * seed - 0.25
+    optimizer.step()
 
 
 def build(way: str, seed: int = 0, *, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:

@@ -246,7 +246,7 @@ def cases(number: int) -> dict[tuple[str, int], list[Case]]:
     """Draw a number of cases for each way and count of ranks; the same ones every time."""
     random = Random(7)
     options, optimizers = _shuffled(OPTIONS, random), _shuffled(_OPTIMIZERS, random)
-    routes = _shuffled(["together", "apart", "together", "apart", "live", "snapshot", "file", "files"], random)
+    routes = _shuffled([*["together", "apart"] * 4, "live", "snapshot", "file", "files"], random)
     splits = _shuffled(["one", "groups", "two", "part"], random)
     made: dict[tuple[str, int], list[Case]] = {}
     for way, n in _WAYS:

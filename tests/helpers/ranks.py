@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -41,6 +42,7 @@ _PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed._shard.sharded_tensor",
 )
+_FREED = "Deallocating Tensor that still has live PyObject references"
 _store: dist.Store | None = None
 
 
@@ -209,12 +211,14 @@ def _ends(pid: int, deadline: float) -> bool:
     return True
 
 
+@cache
 def _preload() -> None:
     """Import once what ranks need, so that no rank has to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in _PRELOADED:
             importlib.import_module(name)
+        torch.compile(torch.nn.Identity(), backend="eager")  # which looks for all backends
 
 
 def _start(run: _Run, rank: int, others: Sequence[_Rank], fn: Callable[..., Any], args: tuple[Any, ...]) -> _Rank:
@@ -313,6 +317,11 @@ def _settle(rank: int, run: _Run, parent: int, stacks: Any) -> None:
         if os.getppid() != parent:
             os._exit(70)
     torch.set_num_threads(1)
+    # Of garbage, and of torch 2.9's own: its tp_clear empties a tensor's __dict__ while the collector holds the tensor.
+    # What FSDP1 keeps there leads to views, which own the tensor in C++: the last one that goes frees it, and it warns.
+    # That would be an error of whatever function of torch the collector happens to run in.
+    if (2, 9) <= torch.__version__ < (2, 10):
+        warnings.filterwarnings("ignore", message=_FREED)
     names = {"RANK": rank, "WORLD_SIZE": run.n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": run.n}
     os.environ.update({name: str(value) for name, value in names.items()})
     if sys.platform == "linux":

@@ -35,7 +35,7 @@ def check_case(rank: int, case: Wanted, window: Window, limit: Limits, budget: i
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
 @given(st.data())
-@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=7, suppress_health_check=list(HealthCheck))
 def test_ranks_get_what_one_process_computes(num: int, data: st.DataObject) -> None:
     """Law 11 on real ranks: random pipelines over random layouts, windows from 1 up."""
     cases = data.draw(st.lists(deliveries(group=range(num)), min_size=4, max_size=8))

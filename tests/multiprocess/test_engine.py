@@ -165,9 +165,9 @@ def all_of_it(rank: int, way: str, folder: str) -> None:
     model, expected = build(way)
     in_place(way, rank)
     reads(way, model, expected, Path(folder) / "read.safetensors", rank)
-    for staged in (False, True):
-        trains_on(way, Path(folder) / f"train{staged}.safetensors", rank, staged=staged)
-        from_rank_0(way, rank, staged=staged)
+    staged = list(WAYS).index(way) % 2 == 0  # in turn: half of the ways by each, and each way by both
+    trains_on(way, Path(folder) / "train.safetensors", rank, staged=staged)
+    from_rank_0(way, rank, staged=not staged)
     if way in META:
         fills_meta(way, Path(folder) / "meta.safetensors", rank)
 

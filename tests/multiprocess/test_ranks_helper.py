@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +110,29 @@ def test_warnings_are_errors_in_ranks_too() -> None:
 
     with pytest.raises(RankFailure, match="UserWarning: hear me"):
         run_ranks(careless, 1)
+
+
+def test_garbage_that_torch_warns_of_is_no_error() -> None:
+    """Seen of FSDP1 on torch 2.9: any function of torch raises, for models that are long gone."""
+
+    class Owner:
+        own: Any
+        tensor: Any
+
+    def collect(rank: int) -> int:
+        gc.disable()
+        for _ in range(3):
+            owner, kept = Owner(), torch.nn.Parameter(torch.zeros(4))
+            view: Any = kept.view(2, 2)  # which owns its base
+            owner.own, owner.tensor = owner, kept
+            kept.view_of_mine = view  # type: ignore[attr-defined]
+        del owner, kept, view
+        values = torch.zeros(64, 1)
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        return len(values.unbind())  # C++ from the start: the objects that it makes start the collector inside it
+
+    assert run_ranks(collect, 1) == [64]
 
 
 def test_a_failure_tells_each_rank_and_the_first_cause_first() -> None:

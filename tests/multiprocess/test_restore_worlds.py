@@ -6,6 +6,8 @@ that are taken over other numbers of ranks.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ WAYS = [
     ("fsdp1", 3),
     ("fsdp1, flat", 4),
 ]
+DOORS = ("engine", "nested", "flat")
 SAVED = {
     "adam": Case("fsdp2", "Adam", "groups", FULL, "", tied=True),
     "nadam": Case("fsdp2", "NAdam", "one", FULL, ""),
@@ -114,25 +117,32 @@ def by_compat(run: Any, place: Path, form: str, rank: int) -> None:
     assert (found.missing_keys, found.unexpected_keys) == ([], [])
 
 
+def tried(way: str, n: int) -> Iterator[tuple[str, str]]:
+    """Give cases and doors: in one process all; over ranks the doors take turns, so that ways and cases meet each."""
+    fitting = [name for name, case in SAVED.items() if fits(case, way)]
+    if n == 1:
+        return itertools.product(fitting, DOORS)
+    start = WAYS.index((way, n)) % len(DOORS)
+    doors = itertools.islice(itertools.cycle(DOORS), start, start + max(len(fitting), len(DOORS)))
+    return zip(itertools.cycle(fitting), doors, strict=False)
+
+
 def restores(rank: int, way: str, folder: str, expected: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     cache_meshes()
-    for name, first in SAVED.items():
-        if not fits(first, way):
-            continue
-        case, place = evolve(first, way=way), Path(folder) / name
+    for name, door in tried(way, dist.get_world_size() if dist.is_initialized() else 1):
+        case, place = evolve(SAVED[name], way=way), Path(folder) / name
         losses, model, optim = expected[name]
-        for door in ("engine", "nested", "flat"):
-            try:
-                run = case.make(seed=3, lr=9.0)
-                case.reach_save(run[0])
-                by_engine(case, run, place) if door == "engine" else by_compat(run, place, door, rank)
-                if case.steps or door == "engine":  # the drop-in gives a fresh optimizer what it would start from
-                    assert_same(whole_state(run), model, optim, extra=door != "engine")
-                assert case.goes_on(run) == pytest.approx(losses, rel=1e-11)
-            except BaseException as error:
-                error.args = (f"{name} by {door}: {error}",)
-                raise
+        try:
+            run = case.make(seed=3, lr=9.0)
+            case.reach_save(run[0])
+            by_engine(case, run, place) if door == "engine" else by_compat(run, place, door, rank)
+            if case.steps or door == "engine":  # the drop-in gives a fresh optimizer what it would start from
+                assert_same(whole_state(run), model, optim, extra=door != "engine")
+            assert case.goes_on(run) == pytest.approx(losses, rel=1e-11)
+        except BaseException as error:
+            error.args = (f"{name} by {door}: {error}",)
+            raise
 
 
 def assert_same(state: fdsd.TrainState, model: Any, optim: Any, *, extra: bool) -> None:
@@ -148,6 +158,12 @@ def assert_same(state: fdsd.TrainState, model: Any, optim: Any, *, extra: bool) 
 @pytest.mark.parametrize("way, n", WAYS, ids=str)
 def test_restored_on_other_ranks(way: str, n: int, saved: tuple[str, dict[str, Any]]) -> None:
     run_ranks(restores, n, way, *saved, timeout=200)
+
+
+def test_every_way_and_every_case_meets_every_door() -> None:
+    met = {(way, name, door) for way, n in WAYS for name, door in tried(way, n)}
+    assert {(way, door) for way, _, door in met} == set(itertools.product([way for way, _ in WAYS], DOORS))
+    assert {(name, door) for _, name, door in met} == set(itertools.product(SAVED, DOORS))
 
 
 def test_restored_in_one_process(saved: tuple[str, dict[str, Any]]) -> None:

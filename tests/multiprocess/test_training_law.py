@@ -28,7 +28,7 @@ from tests.helpers.rank_trainings import OPTIONS, Case, Run, cache_meshes, cases
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainings import lacks_state, outcome
 
-_EACH = 8
+_EACH = 5
 """Cases of each way and number of ranks."""
 
 

@@ -55,7 +55,7 @@ def flat_form(rank: int, kind: Kind) -> Any:
     first, rest = split(model)
     two = adam([{"params": first, "lr": 0.25}, {"params": rest, "lr": 0.75}])
     train(model, two)
-    for way in WAYS:
+    for way in flat_form.share(WAYS, kind, 3):
         with case(way):
             state: Any = get_optimizer_state_dict(model, two, options=reading(way, True))
             new = adam(model.parameters(), lr=9.0)
@@ -88,7 +88,7 @@ def flat_form(rank: int, kind: Kind) -> Any:
 def empty_groups(rank: int, kind: Kind) -> Any:
     """Seen: they are lost, or keep an optimizer from loading its own save."""
     heard: list[Any] = []
-    for way, flat in FORMS:
+    for way, flat in empty_groups.share(FORMS, kind, 3):
         with case(way, flat):
             rates = [[0.125, 0.25, 0.375], [1.0, 2.0, 3.0]]
             pairs: list[tuple[Any, Any]] = []
@@ -115,7 +115,7 @@ def group_options(rank: int, kind: Kind) -> Any:
     heard: list[Any] = []
     model, other = build(kind, 1), build(kind, 2)
     extra = {"initial_lr": 0.125, "list": [1, 2], "tuple": (1, (2.0, None)), "flag": True, "text": "x", "none": None}
-    for (way, flat), rate in itertools.product(FORMS, (0.25, torch.tensor(0.25))):
+    for (way, flat), rate in group_options.share(itertools.product(FORMS, (0.25, torch.tensor(0.25))), kind, 3):
         with case(way, flat, rate):
             optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.75, 0.875))
             optimizer.param_groups[0].update(copy.deepcopy(extra))
@@ -160,7 +160,7 @@ def turned(value: Any, rank: int) -> Any:
 @AUDIT.check()
 def orders_and_arguments(rank: int, kind: Kind) -> None:
     """Seen: weights are mixed where orders differ; dicts are renamed, filled, emptied, and trained on."""
-    for way, flat in FORMS:
+    for way, flat in orders_and_arguments.share(FORMS, kind, 3):
         with case(way, flat):
             model, other = build(kind, 1), build(kind, 2)
             optimizer, new = adam(model.parameters()), adam(other.parameters(), lr=9.0)
@@ -185,7 +185,7 @@ def both_or_neither(rank: int, kind: Kind) -> Any:
     model = build(kind, 1)
     optimizer = adam(model.parameters())
     train(model, optimizer)
-    for way in WAYS:
+    for way in both_or_neither.share(WAYS, kind, 3):
         weights, state = get_state_dict(model, optimizer, options=reading(way))
         expected = get_state_dict(model, optimizer, options=reading("full"))
         other = build(kind, 2)
@@ -229,11 +229,11 @@ def on_one_rank_only(rank: int, kind: Kind) -> Any:
     before = told_optimizer(new)
     state: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
     name = "units.0.up.weight"
-    for bad, (fault, spoil), way in itertools.product(range(num_ranks()), SPOILED.items(), ("full", "broadcast")):
-        if way == "broadcast" and bad:
-            continue
+    cases = [(bad, fault, "full") for bad in range(num_ranks()) for fault in SPOILED]
+    cases += [(0, fault, "broadcast") for fault in SPOILED]
+    for bad, fault, way in on_one_rank_only.share(cases, kind, 2):
         rows = dict(state["state"])
-        if rank == bad and (row := spoil(rows.pop(name))) is not None:
+        if rank == bad and (row := SPOILED[fault](rows.pop(name))) is not None:
             rows[name] = row
         with case(bad, fault, way), pytest.raises((RuntimeError, FdsdError), match=name) as caught:
             set_optimizer_state_dict(other, new, given({**state, "state": rows}, way, rank), options=writing(way))

@@ -46,7 +46,7 @@ def every_option(rank: int, kind: Kind) -> None:
     """Seen: a frozen weight's alias stays; gathering copies a tied tensor for each of its names."""
     model = build(kind, 1)
     before = local_values(model)
-    for whole, cpu, frozen in itertools.product([False, True], repeat=3):
+    for whole, cpu, frozen in every_option.share(itertools.product([False, True], repeat=3), kind, 3):
         options = StateDictOptions(full_state_dict=whole, cpu_offload=cpu, ignore_frozen_params=frozen)
         with case(options):
             state = get_model_state_dict(model, options=options)
@@ -110,7 +110,8 @@ def missing_and_unexpected_names(rank: int, kind: Kind) -> Any:
     """
     model, source = build(kind, 2), build(kind, 1)
     told: list[Any] = []
-    for at, (way, (strict, frozen, fault)) in enumerate(itertools.product(WAYS, LOADS)):
+    cases = enumerate(itertools.product(WAYS, LOADS))
+    for at, (way, (strict, frozen, fault)) in missing_and_unexpected_names.share(cases, kind, 3):
         with case(way, "strict" if strict else "lax", "ignore frozen" if frozen else "all", fault):
             content = spoiled(reference(), fault, at)
             oracle = plain(2)
@@ -138,7 +139,8 @@ def on_one_rank_only(rank: int, kind: Kind) -> Any:
     model, source = build(kind, 2), build(kind, 1)
     told: list[Any] = []
     faults = ("missing", "unexpected", "shape", "both", "kind")
-    for at, (bad, way, fault) in enumerate(itertools.product(range(num_ranks()), ("sharded", "full"), faults)):
+    cases = enumerate(itertools.product(range(num_ranks()), ("sharded", "full"), faults))
+    for at, (bad, way, fault) in on_one_rank_only.share(cases, kind, 3):
         with case(f"rank {bad}", way, fault):
             content = reference()
             if rank == bad:
@@ -172,7 +174,7 @@ def no_state_dict(rank: int, kind: Kind) -> None:
 def other_orders(rank: int, kind: Kind) -> None:
     """Seen: weights are mixed silently."""
     model, source = build(kind, 2), build(kind, 1)
-    for way in WAYS:
+    for way in other_orders.share(WAYS, kind, 3):
         set_model_state_dict(model, reference(2), options=FULL)
         items = list(given(way, rank, reference(), source).items())
         turned = items[rank % 3 :] + items[: rank % 3]
@@ -188,6 +190,14 @@ def other_orders(rank: int, kind: Kind) -> None:
 @pytest.mark.parametrize("check", AUDIT.checks, ids=repr)
 def test_on_ranks(check: Check, n: int) -> None:
     AUDIT.verify(check, n)
+
+
+def test_all_kinds_together_have_all_cases() -> None:
+    for n, check in itertools.product(SIZES, [*AUDIT.checks, Check(lambda rank, kind: None, False, True, 1)]):
+        kinds = kinds_of(n, joined=check.joined, meta=check.meta)
+        dealt = [case for kind in kinds for case in check.share(range(8), kind, 3, n=n)]
+        assert set(dealt) == set(range(8))
+        assert n == 1 or len(dealt) < 8 * len(kinds) // 2
 
 
 def test_the_model_has_what_the_rows_need() -> None:

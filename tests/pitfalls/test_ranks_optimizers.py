@@ -60,7 +60,8 @@ def read_all(model: Any, optimizer: Any) -> None:
 @AUDIT.check()
 def reading_changes_nothing(rank: int, kind: Kind) -> None:
     """Seen: a fresh Adam is stepped; the momentum of SGD starts from zeros; hooks fire; learning rates are swapped."""
-    for name, steps in (*[(name, 0) for name in OPTIMIZERS], ("Adam", 1), ("SGD, dampening", 1)):
+    cases = (*[(name, 0) for name in OPTIMIZERS], ("Adam", 1), ("SGD, dampening", 1))
+    for name, steps in reading_changes_nothing.share(cases, kind, 3):
         with case(name, steps):
             make = OPTIMIZERS[name]
             pairs = [(model, make(model.parameters())) for model in (build(kind, 1), build(kind, 1))]
@@ -122,7 +123,7 @@ TRAINED = {name for name, p in plain().named_parameters() if p.requires_grad and
 def partial_state(rank: int, kind: Kind) -> Any:
     """Seen: those frozen later lose their state; an optimizer cannot load its own save, even when lax."""
     heard: list[str] = []
-    for way, flat in FORMS:
+    for way, flat in partial_state.share(FORMS, kind, 3):
         with case(way, "flat" if flat else "nested"):
             model, optimizer = partly_trained(kind)
             state = get_optimizer_state_dict(model, optimizer, options=reading(way, flat))
@@ -174,7 +175,7 @@ def partial_state_of_the_engine(rank: int, kind: Kind) -> None:
 @AUDIT.check()
 def stateless(rank: int, kind: Kind) -> None:
     """Seen: a full load asserts, a flat one leaves empty entries."""
-    for steps, (way, flat) in itertools.product((0, 1), FORMS):
+    for steps, (way, flat) in stateless.share(itertools.product((0, 1), FORMS), kind, 3):
         with case(steps, way, flat):
             model, other = build(kind, 1), build(kind, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -39,7 +39,7 @@ def exactly_the_shape(rank: int, kind: Kind) -> Any:
     """Seen: (5, 1) fills (5, 4); (6, 4) is half applied before it raises, on one rank only."""
     model = build(kind, 2)
     told: list[Any] = []
-    for name, shapes in WRONG.items():
+    for name, shapes in exactly_the_shape.share(WRONG.items(), kind, 3):
         for shape, way in zip(shapes, itertools.cycle(("full", "broadcast")), strict=False):
             with case(name, shape, way):
                 content = {**reference(), name: torch.ones(shape, dtype=reference()[name].dtype)}
@@ -74,7 +74,7 @@ def sharded_values_of_other_shapes(rank: int, kind: Kind) -> Any:
 def one_element_goes_into_no_dims(rank: int, kind: Kind) -> None:
     """As torch: files of old have scalars of one dim."""
     content = {**reference(), "norm.num_batches_tracked": torch.tensor([77])}
-    for way in ("full", "broadcast"):
+    for way in one_element_goes_into_no_dims.share(("full", "broadcast"), kind, 2):
         model = build(kind, 2)
         set_model_state_dict(model, given(way, rank, content, None), options=options_of(way))
         same(full(model), {**reference(), "norm.num_batches_tracked": torch.tensor(77)})
@@ -94,7 +94,7 @@ def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 @AUDIT.check()
 def casts_as_torch_does(rank: int, kind: Kind) -> None:
     """The values are those of ``nn.Module.load_state_dict``; and the model keeps its dtypes."""
-    for target, sources in DTYPES.items():
+    for target, sources in casts_as_torch_does.share(DTYPES.items(), kind, 2):
         model = build(kind, 2, dtype=target)
         for source, way in zip(sources, ("full", "broadcast", "full"), strict=True):
             with case(source, target, way):
@@ -117,7 +117,8 @@ def sharded_values_are_cast_too(rank: int, kind: Kind) -> None:
 @AUDIT.check()
 def restore_and_dtypes(rank: int, kind: Kind) -> Any:
     told: list[str] = []
-    for state_of in (lambda: reference(dtype=torch.float64), lambda: fdsd.capture(build(kind, 1)).model):
+    states = (lambda: reference(dtype=torch.float64), lambda: fdsd.capture(build(kind, 1)).model)
+    for state_of in restore_and_dtypes.share(states, kind, 2):
         model = build(kind, 2, dtype=torch.bfloat16)
         state: Any = state_of()
         before = local_values(model)
@@ -152,7 +153,7 @@ def on_meta(rank: int, kind: Kind) -> None:
         name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in reference().items()
     }
-    for way in WAYS:
+    for way in on_meta.share(WAYS, kind, 3):
         with case(way):
             model = build(kind, device="meta", dtype=torch.bfloat16)
             trains = [p.requires_grad for p in model.parameters()]
@@ -167,7 +168,7 @@ def on_meta(rank: int, kind: Kind) -> None:
 
 @AUDIT.check(meta=True)
 def restore_on_meta(rank: int, kind: Kind) -> None:
-    for state_of in (reference, lambda: fdsd.capture(build(kind, 1)).model):
+    for state_of in restore_on_meta.share((reference, lambda: fdsd.capture(build(kind, 1)).model), kind, 2):
         model = build(kind, device="meta")
         report = fdsd.restore(state_of(), model, group=group())
         assert report.left_on_meta == ("cache",) and at(model, "cache").is_meta
@@ -216,7 +217,8 @@ def what_is_missing_stays_on_meta_and_is_named(rank: int, kind: Kind) -> Any:
 def names_of_restore(rank: int, kind: Kind) -> Any:
     model, source = build(kind, 2), build(kind, 1)
     told: list[Any] = []
-    for state_of, bad in itertools.product((reference, lambda: dict(fdsd.capture(source).model)), range(num_ranks())):
+    states = (reference, lambda: dict(fdsd.capture(source).model))
+    for bad, state_of in names_of_restore.share(itertools.product(range(num_ranks()), states), kind, 3):
         state = state_of()
         if rank == bad:
             state = {**spoiled(state, "missing", bad), "stray": torch.ones(1)}
@@ -245,7 +247,7 @@ def the_same_filter(rank: int, kind: Kind) -> None:
 @AUDIT.check()
 def one_tied_name(rank: int, kind: Kind) -> None:
     """Seen: such a file is "missing a key"."""
-    for lost in ("embed.weight", "head.weight"):
+    for lost in one_tied_name.share(("embed.weight", "head.weight"), kind, 2):
         model = build(kind, 2)
         state = {name: value for name, value in reference().items() if name not in (lost, FROZEN[0])}
         report = fdsd.restore(state, model, group=group())
@@ -258,7 +260,7 @@ def values_of_extra_state(rank: int, kind: Kind) -> None:
     """Seen: a missing one hands the module a private object; ``None`` is "missing"."""
     model, source = build(kind, 2), build(kind, 1)
     values: Any = (None, {"a": [1, (2,)]}, torch.arange(3))
-    for value, way in itertools.product(values, WAYS):
+    for value, way in values_of_extra_state.share(itertools.product(values, WAYS), kind, 4):
         with case(value, way):
             state = given(way, rank, reference(), source)
             if state:
