@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,16 @@ _TAG = 0x5D5D  # keeps our messages apart from those of others in the group, whe
 _HEAD = 8  # bytes that hold the size of a statement
 _INLINE = 504  # statements of up to so many bytes are agreed upon in one round
 _DEFAULT_TIMEOUT = 600.0  # torch's, on accelerators
+_KEPT = 8  # agreements of a group that are kept a little longer
 _GLANCE = 1.0  # so often a rank that waits on an accelerator looks whether others have met a failure
+
+_WORKS: WeakKeyDictionary[dist.ProcessGroup, deque[dist.Work]] = WeakKeyDictionary()
+"""The last agreements of each group that lives, on the CPU.
+
+A thread of gloo's holds what it has done for a little longer than we wait for it. Was it the last to hold it, it would
+have to wait for the interpreter to free our tensors, and a thread that does so while the interpreter ends takes the
+whole process down with it: what it runs through on its way out is not made for that.
+"""
 
 
 def world_of(group: object, *, device: torch.device | str | None = None) -> World:
@@ -296,6 +307,8 @@ class GroupWorld:
             work: dist.Work = collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failure("agreement", error) from error
+        if self.device.type == "cpu":
+            _WORKS.setdefault(self.group, deque(maxlen=_KEPT)).append(work)
         self.finish(work, "agreement", posted)
 
     # -- failures ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import threading
@@ -202,6 +203,25 @@ def test_equal_statements_are_read_once() -> None:
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_agreements_outlive_the_thread_that_made_them_but_not_their_group() -> None:
+    def fn(rank: int) -> list[int]:
+        from fdsd.comms.world import _WORKS
+
+        group = dist.new_group([0, 1])
+        world = world_of(group)
+        counts = [len(_WORKS)]
+        for number in range(20):
+            world.agree(number)
+        counts += [len(_WORKS), len(_WORKS[group])]
+        del world
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        return [*counts, len(_WORKS)]
+
+    assert run_ranks(fn, 2) == [[0, 1, 8, 0]] * 2
 
 
 def test_messages_of_every_dtype() -> None:
