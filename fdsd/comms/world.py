@@ -31,7 +31,7 @@ _KEPT = 8  # agreements of a group that are kept a little longer
 _GLANCE = 1.0  # so often a rank that waits on an accelerator looks whether others have met a failure
 
 _WORKS: WeakKeyDictionary[dist.ProcessGroup, deque[dist.Work]] = WeakKeyDictionary()
-"""The last agreements of each group that lives, on the CPU.
+"""The last short agreements of each group that lives, on the CPU; each long one is followed by such.
 
 A thread of gloo's holds what it has done for a little longer than we wait for it. Was it the last to hold it, it would
 have to wait for the interpreter to free our tensors, and a thread that does so while the interpreter ends takes the
@@ -285,7 +285,7 @@ class GroupWorld:
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
         found = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.ranks]
         c10d: Any = dist  # the types of all_gather are not all declared
-        self._collect(c10d.all_gather, found, mine)
+        self._collect(size, c10d.all_gather, found, mine)
         return [_bytes(tensor) for tensor in found]
 
     def _gather_long(self, payload: bytes, short: list[bytes], sizes: list[int]) -> list[bytes]:
@@ -297,17 +297,17 @@ class GroupWorld:
             if size > _INLINE:
                 data = bytearray(payload if self.ranks[i] == self.rank else size)
                 tensor = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
-                self._collect(dist.broadcast, tensor, self.ranks[i])
+                self._collect(size, dist.broadcast, tensor, self.ranks[i])
                 made[i] = _bytes(tensor)
         return made
 
-    def _collect(self, collective: Callable[..., Any], *args: Any) -> None:
+    def _collect(self, size: int, collective: Callable[..., Any], *args: Any) -> None:
         posted = time.monotonic()
         try:
             work: dist.Work = collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failure("agreement", error) from error
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and size <= _HEAD + _INLINE:  # the memory of long ones counts for more
             _WORKS.setdefault(self.group, deque(maxlen=_KEPT)).append(work)
         self.finish(work, "agreement", posted)
 

@@ -5,7 +5,7 @@ A rank on which such code raises has to find the same meetings as the others, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -49,8 +49,16 @@ def skeleton_of(model: nn.Module) -> Modules:
     >>> skeleton_of(nn.Linear(1, 1)).tensors
     {}
     """
+    return _skeleton(model, lambda _, view: True)
+
+
+def _skeleton(
+    model: nn.Module, counts: Callable[[Any, FlatView | None], bool], below: Iterable[nn.Module] | None = None
+) -> Modules:
+    """Give such tables of the tensors that count; of DTensors those below some modules, if any are given."""
     table = Table((model,))
     places = list(_inside(model))
+    chosen = places if below is None else [one for top in below for one in _inside(top)]
     flattening = {kind for kind in set(map(type, places)) if wrapped_as(kind) == FSDP1_WRAPPED}
     if flattening:
         from fdsd.comms.fsdp1 import find_flats
@@ -58,11 +66,13 @@ def skeleton_of(model: nn.Module) -> Modules:
         find_flats([module for module in places if type(module) in flattening], table.flats)
     views = [view for flat in table.flats.values() for view in flat.views]
     known = {id(view.live) for view in views}
+    views = [view for view in views if counts(view.live, view)]
     found: dict[int, tuple[torch.Tensor, FlatView | None]] = {id(v.layout.mesh): (v.live, v) for v in views}
     for module in places:
         _put_shards_back(module)
+    for module in chosen:
         for tensor in _own(module):
-            if is_dtensor(tensor) and id(tensor) not in known:
+            if is_dtensor(tensor) and id(tensor) not in known and counts(tensor, None):
                 found.setdefault(id(tensor.device_mesh), (tensor, None))
     rows = [(str(i), *row) for i, row in enumerate(found.values())]
     table.extend([LiveTensor(name, "parameter", True, False, one, model, name, None, view) for name, one, view in rows])
@@ -112,7 +122,16 @@ def tables_of(model: nn.Module, options: StateDictOptions) -> tuple[Modules, Exc
         return skeleton_of(model), error
 
 
-def heard(model: Any, reading: Callable[[], _R], asked: str, options: StateDictOptions, fault: Exception | None) -> _R:
+def heard(
+    model: Any,
+    reading: Callable[[], _R],
+    asked: str,
+    options: StateDictOptions,
+    fault: Exception | None,
+    *,
+    submodules: Any = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> _R:
     """Read something on this rank, and let all that are going to gather hear what goes wrong on any of them.
 
     Collective over the ranks on which the tensors of the model lie, if they are gathered: whole ones are wanted, or
@@ -124,6 +143,8 @@ def heard(model: Any, reading: Callable[[], _R], asked: str, options: StateDictO
         asked: What is asked for, with what has to be equal on all ranks.
         options: Whether whole tensors are wanted.
         fault: What went wrong on this rank before.
+        submodules: The only modules below which something is gathered; all, if there are none.
+        optimizers: Those whose parameters alone say how what is gathered lies; all say it, if there are none.
 
     Raises:
         BaseException: The fault of this rank, which is that of all others.
@@ -139,20 +160,45 @@ def heard(model: Any, reading: Callable[[], _R], asked: str, options: StateDictO
     if fault is not None and not isinstance(model, nn.Module):
         raise fault  # nobody knows who would have to hear of it
     if (read is None or _gathers(read.modules, options)) and has_group():
-        _hear(model, fault, asked, options)
+        _hear(_travelling(model, options, submodules, optimizers), fault, asked)
     if read is None:
         assert fault is not None
         raise fault
     return read
 
 
+def _parts_of(model: nn.Module, submodules: Any) -> Collection[nn.Module] | None:
+    """Give submodules; ``None`` if there are none, or what was given is no part of the model."""
+    try:
+        chosen = list(submodules or ())
+    except TypeError:
+        return None
+    inside = set(map(id, _inside(model)))
+    return chosen if chosen and all(id(one) in inside for one in chosen) else None
+
+
 def _gathers(modules: Modules | None, options: StateDictOptions) -> bool:
     return options.full_state_dict or (modules is not None and has_flats(modules))
 
 
-def _hear(model: nn.Module, fault: Exception | None, asked: str, options: StateDictOptions) -> None:
-    found = skeleton_of(model)
-    meetings = meetings_of(found, ()) if _gathers(found, options) else []
+def _travelling(
+    model: nn.Module, options: StateDictOptions, submodules: Any, optimizers: Sequence[torch.optim.Optimizer]
+) -> Modules:
+    """Give the tables of what has to travel: who else calls is there for that, and maybe for nothing else."""
+    params = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
+
+    def travels(tensor: Any, view: FlatView | None) -> bool:
+        if view is not None:
+            return view.flat.is_sharded
+        if not options.full_state_dict or (params and id(tensor) not in params):
+            return False
+        return not all(placement.is_replicate() for placement in tensor.placements)
+
+    return _skeleton(model, travels, _parts_of(model, submodules))
+
+
+def _hear(travelling: Modules, fault: Exception | None, asked: str) -> None:
+    meetings = meetings_of(travelling, ())
     try:
         agreed(Findings(), fault, meetings, f"{asked}: whether it can be read", NOTHING_READ)
     except RanksLost as error:

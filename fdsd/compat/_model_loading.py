@@ -117,7 +117,8 @@ class ModelLoading:
             state = {}  # whatever it is, rank 0 gives
         if fault is None:
             state, fault = _attempted(lambda: _given(model, modules, state, options, may_be_empty))
-        known = meetings_of(modules, () if fault else state.values(), everywhere=options.broadcast_from_rank0)
+        given = () if as_mapping(state) is None else state.items()  # whatever is wrong, others may come for it
+        known = meetings_of(modules, given, everywhere=options.broadcast_from_rank0)
         if world is not None:
             state = announced(state, world, outline_of_model, fault, f"what rank 0 gives the model, with {how}")
         plan = None

@@ -106,9 +106,9 @@ class OptimLoading:
             found = _checked(loaded, options, by_id=is_by_id(osd))
             found.optim.used = used_momentum(state)
             self.state = state = deferred_slots(state if options.strict else _without(state, loaded.homeless()))
-            values = [value for column in state.slots.values() for value in column.values()]
-            if self.meetings or _is_cut(self.modules) or not all(map(_is_here, values)):
-                self.meetings = meetings_of(self.modules, values, everywhere=options.broadcast_from_rank0)
+            given = [item for column in state.slots.values() for item in column.items()]
+            if self.meetings or _is_cut(self.modules) or not all(_is_here(value) for _, value in given):
+                self.meetings = meetings_of(self.modules, given, everywhere=options.broadcast_from_rank0)
                 self._plan(state, offered(osd, loaded.state), loaded.strays(), found)
         return found
 

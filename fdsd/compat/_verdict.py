@@ -78,7 +78,7 @@ def agreed(
 ) -> Findings:
     """Put the findings of all ranks together. Collective in each meeting.
 
-    What is heard in one meeting is told in the next ones, and a second time where somebody has several.
+    What is heard in one meeting is told in the next ones, and on the way back where somebody has several.
 
     Args:
         mine: What this rank found.
@@ -100,7 +100,7 @@ def agreed(
                 again.append(meeting)
         except RankDisagreement as error:  # who is in the other meetings has to hear of it
             fault, known[this_rank()] = error, Findings(fault=in_words(error))
-    for meeting in again:
+    for meeting in reversed(again):  # down, since it went up: what the last ones know reaches the first along chains
         _hear(known, len(meetings), meeting, what, fault)
     raise_faults({rank: known[rank].fault for rank in sorted(known)}, fault, outcome)
     found = Findings.joined([known[rank] for rank in sorted(known)])

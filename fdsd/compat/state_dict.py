@@ -122,7 +122,7 @@ def get_model_state_dict(
     warn_of_submodules(submodules)
     given, fault = attempted(options)
     asked = reading_model(given)
-    read = heard(model, lambda: Read.of(model, submodules, given), asked, given, fault)
+    read = heard(model, lambda: Read.of(model, submodules, given), asked, given, fault, submodules=submodules)
     return _brought(read.shown(given), given, asked, rank_0_only=given.cpu_offload)
 
 
@@ -209,7 +209,11 @@ def _of_optimizers(
     given, wrong = attempted(options)
     asked = reading_optimizers(given)
     with own_methods(optimizers):
-        read = heard(model, lambda: OptimRead.of(model, optimizers, submodules, given), asked, given, wrong or fault)
+
+        def reading() -> OptimRead:
+            return OptimRead.of(model, optimizers, submodules, given)
+
+        read = heard(model, reading, asked, given, wrong or fault, optimizers=optimizers)
         state: dict[str, Any] = as_osd(read.shown(given), given)
     made = _brought(state, given, asked, rank_0_only=read.is_for_rank_0(given))
     if made or given.cpu_offload or given.flatten_optimizer_state_dict:

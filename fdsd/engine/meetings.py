@@ -16,7 +16,7 @@ from fdsd.algebra.graph import walk
 from fdsd.algebra.lazy import Lazy
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.comms.alone import this_rank
-from fdsd.comms.live import Modules
+from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.modules import is_dtensor, layout_of
 from fdsd.comms.worlds import Meeting, every_rank, world_over
 from fdsd.engine.delivery import plan_delivery
@@ -53,28 +53,38 @@ def _placements_in(node: Lazy) -> list[Placement]:
     return [placement for placement in found if placement is not None]
 
 
-def meetings_of(modules: Modules, values: Iterable[Any], *, everywhere: bool = False) -> list[Meeting]:
-    """Give the meetings of a load: the sets of ranks over which the tensors of a model lie, and what is loaded.
+def meetings_of(modules: Modules, given: Iterable[tuple[str, Any]], *, everywhere: bool = False) -> list[Meeting]:
+    """Give this rank's meetings of a load: the sets of ranks over which tensors of a model lie, and what is loaded.
 
     Args:
         modules: The model.
-        values: What is loaded.
+        given: What is loaded, with the names in the model.
         everywhere: Whether all ranks meet for all, since one of them gives for all.
     """
     if everywhere:
         return [every_rank()] if len(every_rank()) > 1 else []
     live: dict[int, Any] = {}
     for one in modules.tensors.values():
-        key = _mesh_key(one.tensor if one.flat is None else one.flat.layout.mesh)
+        key = _key_of(one)
         if key and key not in live:
             live[key] = layout_of(one) if one.flat is None else one.flat.layout
-    given = {key: value for value in values if (key := _mesh_key(value)) and key not in live}
     found = {tuple(sorted(ranks_of([placement]))) for placement in live.values()}
-    for value in given.values():  # from another mesh to those of the model
-        ranks = tuple(sorted(ranks_of([*live.values(), *_placements(value)])))
-        if not any(set(ranks) == set(known) for known in found):
-            found.add(ranks)
-    return sorted(ranks for ranks in found if len(ranks) > 1)
+    seen: set[tuple[int, int]] = set()
+    for name, value in given:
+        key = _mesh_key(value) if isinstance(value, torch.Tensor | Lazy) else 0
+        if not key:
+            continue
+        target = _key_of(modules.tensors.get(name))
+        if key != target and (key, target) not in seen:  # from one mesh to another
+            seen.add((key, target))
+            found.add(tuple(sorted(ranks_of([*_placements(value), live.get(target)]))))
+    return sorted(ranks for ranks in found if len(ranks) > 1 and this_rank() in ranks)
+
+
+def _key_of(live: LiveTensor | None) -> int:
+    if live is None:
+        return 0
+    return _mesh_key(live.tensor) if live.flat is None else id(live.flat.layout.mesh)
 
 
 def _mesh_key(tensor: Any) -> int:
