@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from attrs import frozen
@@ -34,6 +34,8 @@ from fdsd.layout.transfer import Traffic, traffic_of
 from fdsd.layout.wiring import Wiring
 
 __all__ = ["Delivery", "plan_delivery"]
+
+T = TypeVar("T")
 
 
 @frozen(eq=False, repr=False)
@@ -103,14 +105,14 @@ class _Plan:
 
     def run(self) -> Iterator[tuple[str, torch.Tensor]]:
         rounds = PROGRAMS.get(self.world.rank, self.wirings, self.kinds, self.agreed.budget, self.limits)
-        run = _Run(self)
+        run = _Run(self, rounds)
         with Watch() as watch:
             for i in range(len(rounds)):
                 if i and any(self.say(False)):
                     return  # another rank has closed
-                run.travel(rounds, i)
+                run.travel(i)
                 try:
-                    yield from run.results(*rounds.tensors[i : i + 2])
+                    yield from run.results(i)
                 except GeneratorExit:
                     if i + 1 < len(rounds):
                         leave(self.world, watch, self._end)
@@ -130,30 +132,32 @@ class _Plan:
 class _Run:
     """One run of a delivery over a group."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _Plan, rounds: Rounds) -> None:
         self._plan = plan
-        self._views: dict[tuple[int, int], Views] = {}
-        world = plan.world
-        mine = [plan.agreed.mine[at] for at in plan.positions]
-        self._tensors = self._delivered(mine)
-        memory = Memory(self._tensors, Kept(), plan.device, plan.layer)
-        layer = plan.layer if world.device.type == "cpu" and memory.has_far else None
-        self._exchange = Exchange(world, memory, Buffers(plan.window.buffers, world.device, layer), plan.window)
-        self._made: dict[int, torch.Tensor] = {}  # the results that have not been given yet, by their place among names
+        self._rounds = rounds
+        tensors = self._delivered()
+        kept, error = self._kept(tensors)
+        memory = Memory(tensors, rounds.rows(tensors.views), kept, plan.device, plan.layer)
+        layer = plan.layer if plan.world.device.type == "cpu" and memory.has_far else None
+        buffers = Buffers(plan.window.buffers, plan.world.device, layer)
+        self._exchange = Exchange(plan.world, memory, buffers, plan.window, error)
+        self._made: dict[int, torch.Tensor | None] = {}  # what has not been given yet, by the place among names
         self._uses = Counter(plan.agreed.leaders)
-        self._prepare(memory)
 
-    def _delivered(self, mine: Sequence[int]) -> list[Delivered]:
-        """Give all tensors that are delivered, with what this rank asks for; ``mine`` says where it is stated."""
-        plan, known = self._plan, self._views
-        kinds, names, stated = plan.agreed.kinds, plan.agreed.names, plan.statement.kinds
-        requests, origins = plan.requests, plan.statement.origins
-        made: list[Delivered] = []
-        for at, i in zip(plan.positions, mine, strict=True):
-            key = kinds[at], -1 if i < 0 else stated[i]
-            views = known.get(key) or known.setdefault(key, self._made_views(*key))
-            made.append(Delivered(names[at], views, *((requests[i], origins[i]) if i >= 0 else (None, ()))))
-        return made
+    def _delivered(self) -> Delivered:
+        """Give all tensors that are delivered, with what this rank asks for."""
+        plan, agreed, statement = self._plan, self._plan.agreed, self._plan.statement
+        mine = [agreed.mine[at] for at in plan.positions]
+        keys = [
+            (agreed.kinds[at], -1 if i < 0 else statement.kinds[i]) for at, i in zip(plan.positions, mine, strict=True)
+        ]
+        views = {key: self._made_views(*key) for key in dict.fromkeys(keys)}
+        return Delivered(
+            [agreed.names[at] for at in plan.positions],
+            [views[key] for key in keys],
+            [None if i < 0 else plan.requests[i] for i in mine],
+            [() if i < 0 else statement.origins[i] for i in mine],
+        )
 
     def _made_views(self, kind: int, mine: int) -> Views:
         """Give the views of a structure, which are remembered together with its plan."""
@@ -164,62 +168,55 @@ class _Run:
             found = wiring.notes[rank, placements] = Views(wiring, rank, placements)
         return found
 
-    def _prepare(self, memory: Memory) -> None:
+    def _kept(self, tensors: Delivered) -> tuple[Kept, tuple[BaseException, str] | None]:
         """Copy the sources that would be overwritten before they are read."""
-        requests = {tensor.name: tensor.request for tensor in self._tensors if tensor.request is not None}
+        rows = zip(tensors.names, tensors.requests, strict=True)
+        requests = {name: request for name, request in rows if request is not None}
         try:
             with torch.no_grad():
-                memory.kept = kept_of(requests, self._plan.world.rank)
+                return kept_of(requests, self._plan.world.rank), None
         except BaseException as error:  # told to all at the end of the first round
-            self._exchange.error = error, next(iter(requests))
-        settled = memory.kept.settled
-        for tensor in self._tensors if settled else ():
-            tensor.is_settled = tensor.name in settled
+            return Kept(), (error, next(iter(requests)))
 
-    def travel(self, rounds: Rounds, number: int) -> None:
+    def travel(self, number: int) -> None:
         """Exchange the messages of a round and do what is to be done with them; then all ranks tell how it went."""
-        exchange = self._exchange
+        rounds, exchange, memory = self._rounds, self._exchange, self._exchange.memory
         first, last = rounds.messages[number : number + 2]
         start, stop = rounds.tensors[number : number + 2]
-        exchange.begin(rounds.program.part(first, last))
+        bounds = rounds.program.bounds
+        exchange.begin(rounds.program.part(first, last), memory.rows.items(int(bounds[first]), int(bounds[last])))
         with torch.no_grad():
-            reached = -1
-            for i, message in zip(range(start, stop), to_list(rounds.arrivals[start:stop]), strict=True):
-                if message - first > reached:
-                    reached = message - first
+            exchange.keep_up(start)  # while messages are under way, this rank copies what it keeps
+            odd = self._try(start, memory.keep, start, stop) or []
+            arrivals, reached = to_list(rounds.arrivals[start:stop]), -1
+            for i in sorted([*odd, *memory.rows.to_finish(start, stop)]):
+                if arrivals[i - start] - first > reached:
+                    reached = arrivals[i - start] - first
                     exchange.advance(reached)
-                if i >= exchange.due:
-                    exchange.keep_up(i)
-                self._finish(i)
+                exchange.keep_up(i)
+                self._try(i, memory.finish, i)
             exchange.finish()
-            self._settle(stop - 1)
-        exchange.memory.forget()
+            self._try(stop - 1, memory.settle)
+            made = self._try(start, memory.take, start, stop)
+        memory.forget()
         error, name = exchange.error or (None, "")
         failure = None if error is None else failure_of(error, repr(name))
         raise_if_failed(self._plan.say(failure), self._plan.world.ranks, error)
+        self._made.update(zip(self._plan.positions[start:stop], made or (), strict=True))
 
-    def _finish(self, i: int) -> None:
-        exchange = self._exchange
-        if exchange.error is not None:
-            return
-        try:
-            result = exchange.memory.finish(i)
-        except BaseException as error:  # told to all at the end
-            exchange.fail(error, i)
-            return
-        if result is not None:
-            self._made[self._plan.positions[i]] = result
-
-    def _settle(self, last: int) -> None:
+    def _try(self, i: int, action: Callable[..., T], *given: Any) -> T | None:
+        """Do something for a tensor, if nothing has gone wrong yet; what goes wrong is told to all at the end."""
         if self._exchange.error is None:
             try:
-                self._exchange.memory.settle()
-            except BaseException as error:  # told to all at the end
-                self._exchange.fail(error, last)
+                return action(*given)
+            except BaseException as error:
+                self._exchange.fail(error, i)
+        return None
 
-    def results(self, start: int, stop: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give the results of some tensors in the order of names, tied ones again."""
-        agreed, positions = self._plan.agreed, self._plan.positions
+    def results(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give the results of a round in the order of names, tied ones again."""
+        agreed, positions, tensors = self._plan.agreed, self._plan.positions, self._rounds.tensors
+        start, stop = tensors[number : number + 2]
         end = positions[stop] if stop < len(positions) else len(agreed.names)
         for at in range(positions[start], end):
             leader = agreed.leaders[at]

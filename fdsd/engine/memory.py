@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import compress
+from operator import add
+from typing import NamedTuple
 
 import torch
 from attrs import Factory, define, field
+from torch.autograd.graph import increment_version
 
 from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.ops.leaves import Origin
@@ -18,6 +22,7 @@ from fdsd.data.errors import SpecMismatch
 from fdsd.data.memory import address_of
 from fdsd.engine.overwriting import Kept, memory_of
 from fdsd.engine.request import Request
+from fdsd.engine.rows import Rows, move_rows
 from fdsd.engine.staging import ACCELERATOR, Layer, Staging
 from fdsd.engine.steps import run_steps
 from fdsd.engine.views import Part, Views
@@ -27,25 +32,20 @@ from fdsd.layout.wiring import Recipe
 __all__ = ["Delivered", "Memory"]
 
 
-class Delivered:
-    """One tensor to be delivered, on this rank.
+class Delivered(NamedTuple):
+    """What is to be delivered, on this rank; columns.
 
     Attributes:
-        name: Its FQN.
-        views: Where its parts lie here.
-        request: What this rank asks for; ``None`` if it does not know the tensor.
-        origins: The source tensors, as far as this rank knows them.
-        is_settled: Whether the result is the source's memory already.
+        names: The FQNs of the tensors.
+        views: Where the parts of each lie here.
+        requests: What this rank asks for; ``None`` for tensors that it does not know.
+        origins: The source tensors of each, as far as this rank knows them.
     """
 
-    __slots__ = ("is_settled", "name", "origins", "request", "views")
-
-    def __init__(self, name: str, views: Views, request: Request | None, origins: Sequence[Origin]) -> None:
-        self.name = name
-        self.views = views
-        self.request = request
-        self.origins = origins
-        self.is_settled = False
+    names: list[str]
+    views: list[Views]
+    requests: list[Request | None]
+    origins: list[Sequence[Origin]]
 
 
 @define(eq=False, slots=False)
@@ -54,12 +54,14 @@ class Memory:
 
     Attributes:
         tensors: All tensors, in order.
+        rows: Which of their parts are moved byte for byte.
         kept: The sources that were copied before anything is written.
         device: Where fresh results are made.
         layer: The accelerators.
     """
 
-    tensors: Sequence[Delivered]
+    tensors: Delivered
+    rows: Rows
     kept: Kept
     device: torch.device
     layer: Layer = ACCELERATOR
@@ -67,50 +69,88 @@ class Memory:
     _staging: dict[int, dict[int, torch.Tensor]] = field(factory=dict[int, dict[int, torch.Tensor]], init=False)
     _through: Staging = field(default=Factory(lambda self: Staging(self.layer), takes_self=True), init=False)
     _short: tuple[list[torch.Tensor], list[torch.Tensor]] = field(factory=lambda: ([], []), init=False)
-    _sources: dict[tuple[int, int], torch.Tensor | None] = field(
-        factory=dict[tuple[int, int], "torch.Tensor | None"], init=False
-    )
-    _starts: dict[tuple[int, int], int | None] = field(factory=dict[tuple[int, int], "int | None"], init=False)
+    _sources: dict[int, torch.Tensor | None] = field(factory=dict[int, "torch.Tensor | None"], init=False)
+    _starts: dict[int, int] = field(factory=dict[int, int], init=False)  # of sources, as far as asked for
+    _ends: dict[int, int] = field(factory=dict[int, int], init=False)  # of results
+    _written: list[torch.Tensor] = field(factory=list[torch.Tensor], init=False)  # other than by torch
 
     @cached_property
     def has_far(self) -> bool:
         """Whether any tensor is in the memory of an accelerator."""
         if not self.layer.is_there():
             return False
-        known = [memory_of(origin) for tensor in self.tensors for origin in tensor.origins]
-        known += [tensor.request.out for tensor in self.tensors if tensor.request is not None]
+        known = [memory_of(origin) for origins in self.tensors.origins for origin in origins]
+        known += [request.out for request in self.tensors.requests if request is not None]
         known.append(torch.empty(0, device=self.device))
         return any(tensor is not None and self.layer.is_far(tensor) for tensor in known)
 
+    @cached_property
+    def settled(self) -> set[int]:
+        """The tensors whose results are their sources' memory already."""
+        names = self.kept.settled
+        return {i for i, name in enumerate(self.tensors.names) if name in names} if names else set()
+
     def source(self, i: int, part: Part) -> torch.Tensor | None:
         """View a part in the memory of its source; ``None`` if it is not in memory and has to be read."""
-        key = i, part.origin
-        memory = self._sources[key] if key in self._sources else self._fetch(*key)
+        memory = self._fetch(i * self.rows.width + part.origin)
         return None if memory is None else part.source(memory)
 
-    def start(self, i: int, origin: int) -> int | None:
-        """Give the address of a source tensor in ordinary memory, where its bytes lie in one row; else ``None``."""
-        key = i, origin
-        if key not in self._starts:
-            memory = self._sources[key] if key in self._sources else self._fetch(*key)
-            self._starts[key] = None if memory is None else address_of(memory)
-        return self._starts[key]
-
-    def _fetch(self, i: int, origin: int) -> torch.Tensor | None:
-        tensor = self.tensors[i]
-        memory = self.kept.memory(tensor.origins[origin])
+    def _fetch(self, slot: int) -> torch.Tensor | None:
+        """Give the memory of a source tensor by its number."""
+        if slot in self._sources:
+            return self._sources[slot]
+        i, origin = divmod(slot, self.rows.width)
+        memory = self.kept.memory(self.tensors.origins[i][origin])
         if memory is not None:
-            tensor.views.check(origin, memory)
+            self.tensors.views[i].check(origin, memory)
             if memory.is_conj() or memory.is_neg():
                 memory = memory.resolve_conj().resolve_neg()
-        self._sources[i, origin] = memory
+        self._sources[slot] = memory
         return memory
+
+    def starts_of(self, slots: Sequence[int]) -> list[int]:
+        """Give where source tensors begin that lie in one row in ordinary memory; 0 for others."""
+        known = self._starts
+        for slot in slots:
+            if slot not in known:
+                known[slot] = self._start(slot)
+        return list(map(known.__getitem__, slots))
+
+    def ends_of(self, tensors: Sequence[int]) -> list[int]:
+        """Give where results begin that lie in one row in ordinary memory; 0 for others."""
+        known = self._ends
+        for i in tensors:
+            if i not in known:
+                known[i] = self._end(i)
+        return list(map(known.__getitem__, tensors))
+
+    def _start(self, slot: int) -> int:
+        try:
+            memory = self._fetch(slot)
+        except Exception:  # it is raised where the part is copied by itself, and told with the tensor's name
+            return 0
+        return 0 if memory is None else address_of(memory) or 0
+
+    def _end(self, i: int) -> int:
+        request, recipe = self.tensors.requests[i], self.tensors.views[i].recipe
+        out = None if request is None else request.out
+        try:
+            if out is None or recipe is None:
+                return address_of(self._result(i)) or 0
+        except Exception:  # as above
+            return 0
+        if out.shape != recipe.want.shape or out.is_inference():  # which torch has to refuse, or to allow
+            return 0
+        found = address_of(out) or 0
+        if found:
+            self._written.append(out)
+        return found
 
     def read(self, i: int, part: Part, out: torch.Tensor) -> None:
         """Read a part of a source tensor into memory of its shape."""
         view = self.source(i, part)
         if view is None:
-            origin = self.tensors[i].origins[part.origin]
+            origin = self.tensors.origins[i][part.origin]
             origin.source.read(origin.fqn, part.region, out)
         elif part.is_plain:
             out.copy_(view)
@@ -119,16 +159,12 @@ class Memory:
 
     def target(self, i: int, part: Part) -> torch.Tensor:
         """View where a part goes; its memory is made if it is not there yet."""
-        memory = self._results.get(i)
-        if memory is None:
-            memory = self._make(i)
-        buffer = part.spot.buffer
-        return part.target(memory if buffer < self.tensors[i].views.num_blocks else self._staged(i, buffer))
+        memory, buffer = self._result(i), part.spot.buffer
+        return part.target(memory if buffer < self.tensors.views[i].num_blocks else self._staged(i, buffer))
 
     def _make(self, i: int) -> torch.Tensor:
         """Give the memory of a result that is not there yet."""
-        tensor = self.tensors[i]
-        recipe, request = tensor.views.recipe, tensor.request
+        recipe, request = self.tensors.views[i].recipe, self.tensors.requests[i]
         assert recipe is not None
         want = recipe.want
         if request is None or request.out is None:
@@ -147,50 +183,63 @@ class Memory:
     def _staged(self, i: int, buffer: int) -> torch.Tensor:
         buffers = self._staging.setdefault(i, {})
         if buffer not in buffers:
-            recipe = self.tensors[i].views.recipe
+            recipe = self.tensors.views[i].recipe
             assert recipe is not None
             dtype, numel = recipe.staging[buffer]
             buffers[buffer] = torch.empty(numel, dtype=dtype, device=self._result(i).device)
         return buffers[buffer]
 
     def _at(self, i: int, spot: Spot) -> torch.Tensor:
-        views = self.tensors[i].views
+        views = self.tensors.views[i]
         return views.spot(spot, self._result(i) if spot.buffer < views.num_blocks else self._staged(i, spot.buffer))
 
-    def finish(self, i: int) -> torch.Tensor | None:
-        """Do what is to be done once all that others send of a tensor is there, and give this rank's result.
-
-        Args:
-            i: The tensor.
-
-        Returns:
-            The result; ``None`` if this rank wants nothing.
-        """
-        tensor = self.tensors[i]
-        views = tensor.views
-        if views.recipe is None:
-            return None
-        result = self._results.get(i)
-        if result is None:
-            result = self._make(i)
-        if not views.is_received:
-            self._complete(i, views.recipe)
-        del self._results[i]
-        request = tensor.request
-        return result if request is None or request.out is None else request.out
-
-    def _complete(self, i: int, recipe: Recipe) -> None:
-        """Copy what this rank keeps, and compute what is made of what it got."""
-        tensor = self.tensors[i]
-        if not tensor.is_settled:
-            may_wait = not (recipe.again or recipe.steps)
-            for part in tensor.views.keeps:
-                if not (may_wait and part.is_plain and self._defer(i, part)):
-                    self.read(i, part, self.target(i, part))
+    def finish(self, i: int) -> None:
+        """Copy what this rank keeps of a tensor, and compute what is made of what it got, which all has to be there."""
+        recipe = self.tensors.views[i].recipe
+        if recipe is None:
+            return
+        if i not in self.settled:
+            self._copy_kept(i, recipe)
         for source, out in recipe.again:
             copy_elements(self._at(i, source), self._at(i, out))
         if recipe.steps:
             self._run(i)
+
+    def _copy_kept(self, i: int, recipe: Recipe) -> None:
+        may_wait = not (recipe.again or recipe.steps)
+        for part in self.tensors.views[i].keeps:
+            if not (may_wait and part.is_plain and self._defer(i, part)):
+                self.read(i, part, self.target(i, part))
+
+    def keep(self, start: int, stop: int) -> list[int]:
+        """Copy what this rank keeps of some tensors and lies in rows, byte for byte.
+
+        Returns:
+            The tensors that had better be finished one by one, since their memory is no row.
+        """
+        keeps = self.rows.kept(start, stop)
+        if self.has_far:
+            return list(dict.fromkeys(keeps.tensors))
+        if self.settled:
+            keeps = keeps.where([i not in self.settled for i in keeps.tensors])
+        starts, ends = self.starts_of(keeps.slots), self.ends_of(keeps.tensors)
+        odd = {i for i, a, b in zip(keeps.tensors, starts, ends, strict=True) if not (a and b)}
+        if odd:
+            are_rows = [i not in odd for i in keeps.tensors]
+            keeps, starts, ends = keeps.where(are_rows), *[list(compress(c, are_rows)) for c in (starts, ends)]
+        move_rows(map(add, ends, keeps.outs), map(add, starts, keeps.firsts), keeps.sizes)
+        return sorted(odd)
+
+    def take(self, start: int, stop: int) -> list[torch.Tensor | None]:
+        """Give this rank's results of some tensors, which are complete; ``None`` of those that it does not want."""
+        tensors = self.tensors
+        made: list[torch.Tensor | None] = []
+        for i, request in enumerate(tensors.requests[start:stop], start):
+            if tensors.views[i].recipe is None:
+                made.append(None)
+            else:
+                made.append(self._result(i) if request is None or request.out is None else request.out)
+        return made
 
     def _defer(self, i: int, part: Part) -> bool:
         """Have a part copied beside others, until the round ends; tell whether it had better be."""
@@ -216,13 +265,23 @@ class Memory:
 
     def forget(self) -> None:
         """Let go of what a round needed; what has failed may have left something."""
-        for some in (self._results, self._staging, self._sources, self._starts, *self._short):
+        if self._written:
+            increment_version(self._written)  # autograd has to know, as of copies by torch
+        for some in (
+            self._results,
+            self._staging,
+            self._sources,
+            self._starts,
+            self._ends,
+            self._written,
+            *self._short,
+        ):
             some.clear()
         self._through.forget()
 
     def _run(self, i: int) -> None:
-        tensor, result = self.tensors[i], self._result(i)
-        views, recipe = tensor.views, tensor.views.recipe
+        views, result = self.tensors.views[i], self._result(i)
+        recipe = views.recipe
         assert recipe is not None
 
         def at(view: View) -> torch.Tensor | None:

@@ -6,10 +6,10 @@ What is sent, and what is done with it, is ``memory``'s business.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
-from ctypes import memmove
+from itertools import compress
+from operator import add
 
 import torch
 from attrs import define, field, frozen
@@ -18,6 +18,7 @@ from fdsd.algebra.dtypes import copy_elements, movable
 from fdsd.data.errors import SpecMismatch
 from fdsd.data.protocols import Pending, World
 from fdsd.engine.memory import Memory
+from fdsd.engine.rows import Items, move_rows
 from fdsd.engine.staging import Layer, Mark
 from fdsd.layout.program import Program, to_list
 
@@ -114,7 +115,6 @@ class Exchange:
         buffers: For what is packed.
         window: How much is under way at once.
         error: The first error of this rank, and the tensor it is about. From then on zeros are sent.
-        due: The first tensor at which ``keep_up`` has something to do.
     """
 
     world: World
@@ -122,22 +122,26 @@ class Exchange:
     buffers: Buffers
     window: Window
     error: tuple[BaseException, str] | None = None
-    due: float = 0
     _posted: deque[_Posted] = field(factory=deque[_Posted], init=False)
     _next: int = field(default=0, init=False)
     _columns: tuple[list[int], ...] = field(default=(), init=False)
+    _rows: Items = field(default=Items([], [], []), init=False)
 
-    def begin(self, program: Program) -> None:
-        """Take up the messages of a round."""
+    def begin(self, program: Program, rows: Items) -> None:
+        """Take up the messages of a round.
+
+        Args:
+            program: The messages.
+            rows: Which of their items lie in rows of bytes here.
+        """
         columns = program.peers, program.sends, program.nbytes, program.bounds
         items = program.instances, program.overlaps, program.parts, program.offsets
         self._columns = tuple([to_list(column) for column in (*columns, *items)])
+        self._rows = rows
         self._next = 0
-        self.due = 0
 
     def advance(self, message: int) -> None:
         """Go on until a message is complete, and all before it."""
-        self.due = 0
         while (self._posted[0].number if self._posted else self._next) <= message:
             while self._post():
                 pass
@@ -151,12 +155,7 @@ class Exchange:
         while self._post():
             pass
         peers, _, _, bounds, instances, *_ = self._columns
-        self.due = math.inf
-        while self._next < len(peers):
-            first = instances[bounds[self._posted[0].number]]
-            if first >= tensor:
-                self.due = first + 1
-                return
+        while self._next < len(peers) and instances[bounds[self._posted[0].number]] < tensor:
             self._complete()
             while self._post():
                 pass
@@ -169,7 +168,7 @@ class Exchange:
     def fail(self, error: BaseException, tensor: int) -> None:
         """Note that something went wrong with a tensor; the first time counts."""
         if self.error is None:
-            self.error = error, self.memory.tensors[tensor].name
+            self.error = error, self.memory.tensors.names[tensor]
 
     def _post(self) -> bool:
         """Post the next message, if there is one and it may be under way."""
@@ -208,7 +207,7 @@ class Exchange:
         if self.error is not None or bounds[number + 1] - at != 1:
             return None
         memory, i = self.memory, instances[at]
-        part = memory.tensors[i].views.part(overlaps[at], parts[at])
+        part = memory.tensors.views[i].part(overlaps[at], parts[at])
         try:
             view = memory.source(i, part) if sends[number] else memory.target(i, part)
         except BaseException as error:  # told to all at the end
@@ -224,43 +223,32 @@ class Exchange:
     def _pack(self, number: int, buffer: torch.Tensor) -> None:
         """Pack the parts of a message; zeros, if something has gone wrong."""
         if self.error is None:
-            rest = self._pack_rows(number, buffer)
-            for mark in self._each(rest, buffer, is_send=True):
+            for mark in self._each(self._move_rows(number, buffer, is_send=True), buffer, is_send=True):
                 mark.synchronize()
         if self.error is not None:
             buffer[: self._columns[2][number]].zero_()
 
     def _unpack(self, number: int, buffer: torch.Tensor) -> Sequence[Mark]:
-        return self._each(self._items(number), buffer, is_send=False) if self.error is None else ()
-
-    def _items(self, number: int) -> range:
-        bounds = self._columns[3]
-        return range(bounds[number], bounds[number + 1])
-
-    def _pack_rows(self, number: int, buffer: torch.Tensor) -> Sequence[int]:
-        """Pack the parts of a message that lie in one row in ordinary memory, byte for byte; give the others.
-
-        Of thousands of small parts, to make a view takes several times as long as to copy what it shows.
-        """
-        items, memory = self._items(number), self.memory
-        if not buffer.is_cpu or memory.has_far:
-            return items
-        _, instances, overlaps, parts, offsets = self._columns[3:]
-        tensors, start = memory.tensors, memory.start
-        base, i, rest = buffer.data_ptr(), 0, list[int]()
-        try:
-            for at in items:
-                i = instances[at]
-                views, key = tensors[i].views, (overlaps[at], parts[at])
-                part = views.parts.get(key) or views.part(*key)
-                address = start(i, part.origin) if part.first >= 0 else None
-                if address is None:
-                    rest.append(at)
-                else:
-                    memmove(base + offsets[at], address + part.first, part.nbytes)
-        except BaseException as error:  # told to all at the end
-            self.fail(error, i)
+        if self.error is not None:
             return ()
+        return self._each(self._move_rows(number, buffer, is_send=False), buffer, is_send=False)
+
+    def _move_rows(self, number: int, buffer: torch.Tensor, *, is_send: bool) -> Sequence[int]:
+        """Copy the parts of a message that lie in rows in ordinary memory, byte for byte; give the others."""
+        memory, bounds = self.memory, self._columns[3]
+        first, last = bounds[number : number + 2]
+        if not buffer.is_cpu or memory.has_far:
+            return range(first, last)
+        slots, firsts, sizes = [column[first:last] for column in self._rows]
+        starts = memory.starts_of(slots) if is_send else memory.ends_of(slots)
+        offsets, rest = self._columns[7][first:last], list[int]()
+        if -1 in firsts or 0 in starts:
+            are_rows = [at >= 0 and start > 0 for at, start in zip(firsts, starts, strict=True)]
+            rest = [at for at, is_row in enumerate(are_rows, first) if not is_row]
+            firsts, sizes, starts, offsets = [list(compress(c, are_rows)) for c in (firsts, sizes, starts, offsets)]
+        packed, own = map(buffer.data_ptr().__add__, offsets), map(add, starts, firsts)
+        outs, sources = (packed, own) if is_send else (own, packed)
+        move_rows(outs, sources, sizes)
         return rest
 
     def _each(self, items: Sequence[int], buffer: torch.Tensor, *, is_send: bool) -> Sequence[Mark]:
@@ -273,14 +261,13 @@ class Exchange:
         sources: list[torch.Tensor] = []
         outs: list[torch.Tensor] = []
         typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
-        memory, tensors, i = self.memory, self.memory.tensors, 0
+        memory, views, i = self.memory, self.memory.tensors.views, 0
         find = memory.source if is_send else memory.target
         wire, whole, itemsize = None, buffer, 1
         try:
             for at in items:
                 i = instances[at]
-                views, key = tensors[i].views, (overlaps[at], parts[at])
-                part = views.parts.get(key) or views.part(*key)
+                part = views[i].part(overlaps[at], parts[at])
                 view = find(i, part)
                 if part.wire is not wire:
                     wire = part.wire

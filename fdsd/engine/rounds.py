@@ -7,9 +7,11 @@ from array import array
 from collections.abc import Sequence
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, field
 
 from fdsd.engine.recent import Recent
+from fdsd.engine.rows import Rows, rows_of
+from fdsd.engine.views import Views
 from fdsd.layout.program import Program, program_of, to_list
 from fdsd.layout.structure import Limits
 from fdsd.layout.wiring import Wiring
@@ -20,7 +22,7 @@ _ROUND = 64 << 20
 """The bytes of a round where no budget is given and values are computed."""
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Rounds:
     """Tensors in rounds, and this rank's messages.
 
@@ -35,9 +37,22 @@ class Rounds:
     arrivals: torch.Tensor
     tensors: list[int]
     messages: list[int]
+    _rows: tuple[bytes, Sequence[Views], Rows] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self.tensors) - 1
+
+    def rows(self, views: Sequence[Views]) -> Rows:
+        """Give which parts lie in rows of bytes here; remembered with the views that they were found by.
+
+        Args:
+            views: For each tensor where its parts lie on this rank.
+        """
+        key = array("q", map(id, views)).tobytes()
+        known = self._rows
+        if known is None or known[0] != key:
+            known = self._rows = key, views, rows_of(self.program, views)
+        return known[2]
 
 
 def cut_rounds(wirings: Sequence[Wiring], kinds: Sequence[int], budget: int | None) -> list[int]:

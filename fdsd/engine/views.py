@@ -63,7 +63,6 @@ class Part:
     """
 
     __slots__ = (
-        "_first",
         "_source",
         "_target",
         "_views",
@@ -90,7 +89,6 @@ class Part:
         self.is_plain = _is_plain(spot.dtype) and _is_plain(wiring.expression.origins[self.origin].dtype)
         self.is_short = region.numel < _SHORT
         self.nbytes = region.numel * self.wire.itemsize
-        self._first: int | None = None
         self._source: _Found | None = None
         self._target: _Found | None = None
 
@@ -103,21 +101,6 @@ class Part:
         at = found[1]
         return memory if at is None else memory.as_strided(at[0], at[1], at[2] + memory.storage_offset())
 
-    @property
-    def first(self) -> int:
-        """The first byte of its bytes in a contiguous source tensor; -1 if they do not lie there as they travel."""
-        if self._first is None:
-            self._first = self._first_byte()
-        return self._first
-
-    def _first_byte(self) -> int:
-        if not self.is_plain or self._views.wiring.expression.origins[self.origin].dtype != self.wire:
-            return -1
-        held = self._views.shape_of(self.origin)
-        shape, steps, offset = self._views.find(self.origin, self.region, row_major(held))
-        is_row = all(n == 1 or step == own for n, step, own in zip(shape, steps, row_major(shape), strict=True))
-        return offset * self.wire.itemsize if is_row else -1
-
     def target(self, memory: torch.Tensor) -> torch.Tensor:
         """View where it goes, in the memory of the result, or of the buffer that it goes to."""
         strides = memory.stride()
@@ -126,6 +109,13 @@ class Part:
             found = self._target = _found(memory, self._views.place(self.spot, strides))
         at = found[1]
         return memory if at is None else memory.as_strided(at[0], at[1], at[2] + memory.storage_offset())
+
+
+def _row(view: _Strided, dtype: torch.dtype) -> int:
+    """Give the first byte of a view whose elements lie in one row; -1 if they do not."""
+    shape, steps, offset = view
+    is_row = all(n == 1 or step == own for n, step, own in zip(shape, steps, row_major(shape), strict=True))
+    return offset * dtype.itemsize if is_row else -1
 
 
 class Views:
@@ -141,8 +131,7 @@ class Views:
         recipe: What this rank wants, if anything.
         keeps: What it wants and holds itself.
         num_blocks: The buffers below this number are the result's blocks.
-        parts: The parts of overlaps that were asked for.
-        is_received: Whether all is done once what others send is in its place.
+        num_sources: How many source tensors there are.
     """
 
     def __init__(self, wiring: Wiring, rank: int, placements: Sequence[Target] | None) -> None:
@@ -152,38 +141,42 @@ class Views:
         self._blocks: Sequence[Block] = () if self.recipe is None else self.recipe.want.blocks
         self.num_blocks = len(self._blocks)
         self._specs = wiring.expression.origins
+        self.num_sources = len(self._specs)
         self._held: list[Sequence[Block]] = []
         self._shapes: list[tuple[int, ...] | None] = []
         for spec, placement in zip(self._specs, placements or (), strict=False):
             self._held.append(blocks_of(placement, spec.shape, rank))
             self._shapes.append(local_shape_of(placement, spec.shape, rank))
-        self.parts: dict[tuple[int, int], Part] = {}
+        self._parts: dict[tuple[int, int], Part] = {}
         self.keeps: tuple[Part, ...] = tuple([self.part(overlap, ALL) for overlap in wiring.keeps.get(rank, ())])
-        self.is_received = not self.keeps and (self.recipe is None or not (self.recipe.again or self.recipe.steps))
 
     def part(self, overlap: int, part: int) -> Part:
         """Give a part of an overlap."""
-        found = self.parts.get((overlap, part))
+        found = self._parts.get((overlap, part))
         if found is not None:
             return found
         wiring = self.wiring
         if part == ALL:
-            self.parts[overlap, ALL] = Part(self, overlap, wiring.regions[overlap], wiring.spots[overlap])
+            self._parts[overlap, ALL] = Part(self, overlap, wiring.regions[overlap], wiring.spots[overlap])
         else:  # all of them: to cut an overlap takes as long as it has parts
             for i, (region, spot) in enumerate(wiring.parts(overlap)):
-                self.parts[overlap, i] = Part(self, overlap, region, spot)
-        return self.parts[overlap, part]
+                self._parts[overlap, i] = Part(self, overlap, region, spot)
+        return self._parts[overlap, part]
 
-    def shape_of(self, origin: int) -> tuple[int, ...]:
-        """Give the shape of what this rank holds of a source tensor.
+    def source_row(self, part: Part) -> int:
+        """Give the first byte of a part in its source tensor, if that is contiguous; -1 if it is no row of bytes."""
+        shape = self._shapes[part.origin] if part.origin < len(self._shapes) else None
+        if shape is None or not part.is_plain or self._specs[part.origin].dtype != part.wire:
+            return -1
+        return _row(self.find(part.origin, part.region, row_major(shape)), part.wire)
 
-        Raises:
-            SpecMismatch: It holds nothing.
-        """
-        shape = self._shapes[origin] if origin < len(self._shapes) else None
-        if shape is None:
-            raise SpecMismatch("this rank does not hold any of its source.")
-        return shape
+    def target_row(self, part: Part) -> int:
+        """Give the first byte of a part in its result, if that is contiguous; -1 if it is no row of bytes."""
+        if self.recipe is None or not part.is_plain or part.spot.dtype != part.wire:
+            return -1
+        if part.spot.buffer >= self.num_blocks:
+            return -1
+        return _row(self.place(part.spot, row_major(self.recipe.want.shape)), part.wire)
 
     def check(self, origin: int, memory: torch.Tensor) -> None:
         """Raise if the memory of a source tensor is not what its placement says.
