@@ -34,6 +34,7 @@ from fdsd.layout.shard_source import ShardSource
 
 __all__ = [
     "DTensorSource",
+    "layout_and_local_of",
     "layout_of_dtensor",
     "lazy_dtensor",
     "lie_alike",
@@ -98,7 +99,7 @@ def _lies(tensor: Any) -> tuple[Layout, tuple[int, ...] | None]:
     told: list[tuple[type[Any], Any]] = [
         (type(one), one.dim if type(one).__name__ == "Shard" else one) for one in placements
     ]
-    key: _Key = tuple(told), tensor.shape
+    key: _Key = tuple(told), tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
     found = known.layouts.get(key)
     if found is None:
         if len(known.layouts) >= _MOST:
@@ -157,6 +158,13 @@ def local_of_dtensor(tensor: Any) -> torch.Tensor:
             )
     made: torch.Tensor = local.detach() if local.requires_grad else local
     return made
+
+
+def layout_and_local_of(tensor: Any) -> tuple[Layout, torch.Tensor]:
+    """Give ``layout_of_dtensor`` and ``local_of_dtensor``."""
+    local = tensor._local_tensor
+    is_plain = type(local) is torch.Tensor and not local.requires_grad  # as nearly all are
+    return _lies(tensor)[0], local if is_plain else local_of_dtensor(tensor)
 
 
 class DTensorSource:

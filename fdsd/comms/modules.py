@@ -75,14 +75,21 @@ def is_dtensor(value: object) -> bool:
     >>> is_dtensor(torch.ones(2))
     False
     """
-    return _is_of_dtensors(type(value))  # type: ignore[arg-type]  # classes have hashes
+    kind = type(value)
+    found = _KINDS.get(kind)
+    return _is_of_dtensors(kind) if found is None else found
 
 
-@lru_cache(1 << 10)
+_KINDS: dict[type, bool] = {}
+_MOST = 1 << 10  # classes that are remembered
+
+
 def _is_of_dtensors(kind: type) -> bool:
-    return any(
-        base.__qualname__ == "DTensor" and base.__module__.startswith("torch.distributed.") for base in kind.__mro__
-    )
+    if len(_KINDS) >= _MOST:
+        _KINDS.clear()
+    names = [(base.__qualname__, base.__module__.startswith("torch.distributed.")) for base in kind.__mro__]
+    found = _KINDS[kind] = ("DTensor", True) in names
+    return found
 
 
 def leaf_of(live: LiveTensor) -> Any:
@@ -141,8 +148,8 @@ def layout_and_memory_of(live: LiveTensor) -> tuple[Placement | None, torch.Tens
     (True, torch.Size([1]))
     """
     if live.flat is None and live.is_memory and is_dtensor(live.tensor):
-        dtensors = _dtensors()
-        return dtensors.layout_of_dtensor(live.tensor), dtensors.local_of_dtensor(live.tensor)
+        found: tuple[Placement, torch.Tensor] = _dtensors().layout_and_local_of(live.tensor)
+        return found
     return layout_of(live), memory_of(live)
 
 

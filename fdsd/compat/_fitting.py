@@ -115,13 +115,12 @@ def _misfit(name: str, live: LiveTensor, value: Any, whole: bool, scalars: list[
     is_hollow = isinstance(value, torch.Tensor) and _is_hollow(value)
     if is_hollow and (whole or not is_meta(live)):  # else a meta model is given its own tensors
         return f'While copying the parameter named "{name}": the value is on the meta device, and has no data.'
-    is_sharded = is_dtensor(target) if live.flat is None else live.flat.flat.is_sharded
-    if is_sharded and is_exact(tensor) and not whole:
+    if not whole and is_exact(tensor) and (is_dtensor(target) if live.flat is None else live.flat.flat.is_sharded):
         return (
             f'While copying the parameter named "{name}": the value is a whole tensor, and the model has it '
             "sharded. Whole tensors are loaded with StateDictOptions(full_state_dict=True)."
         )
-    return _miscast(name, live, tensor.dtype)
+    return None if tensor.dtype == target.dtype and live.dtype is None else _miscast(name, live, tensor.dtype)
 
 
 def _is_hollow(value: torch.Tensor) -> bool:

@@ -128,13 +128,14 @@ class Plan:
         for meetings, wishes in zip((self.for_code, self.others), self._wishes(), strict=True):
             if meetings is self.for_code and not verdict.has_machines:
                 continue
-            node, are_alike = partial(self._node, scalars=set(verdict.scalars)), verdict.wishes is not None
+            node = partial(self._node, scalars=set(verdict.scalars)) if verdict.scalars else self.given.find
+            are_alike = verdict.wishes is not None
             made = requests_of(wishes, node, world, "load_state_dict", are_alike=are_alike)
             meetings.add_all(made, every_rank())
 
     def _node(self, source: str, scalars: Collection[str]) -> Lazy | None:
         found = None if self.given is None else self.given.find(source)
-        return apply(SplitDim(0, ()), found) if found is not None and source in scalars else found
+        return found if found is None or source not in scalars else apply(SplitDim(0, ()), found)
 
     def findings(self, *, is_empty: bool) -> Findings:
         """Say what there is to say to other ranks."""

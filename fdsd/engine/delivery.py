@@ -142,7 +142,8 @@ class _Run:
         buffers = Buffers(plan.window.buffers, plan.world.device, layer)
         self._exchange = Exchange(plan.world, memory, buffers, plan.window, error)
         self._made: dict[int, torch.Tensor | None] = {}  # what has not been given yet, by the place among names
-        self._uses = Counter(plan.agreed.leaders)
+        uses = Counter(plan.agreed.leaders)
+        self._uses = {leader: num for leader, num in uses.items() if num > 1}  # of those that others are tied to
 
     def _delivered(self) -> Delivered:
         """Give all tensors that are delivered, with what this rank asks for."""
@@ -220,13 +221,12 @@ class _Run:
         end = positions[stop] if stop < len(positions) else len(agreed.names)
         for at in range(positions[start], end):
             leader = agreed.leaders[at]
-            result = self._made.get(leader)
-            self._uses[leader] -= 1
-            if not self._uses[leader]:
-                self._made.pop(leader, None)
+            left = self._uses.get(leader, 1) - 1
+            if left:
+                self._uses[leader] = left
+            result = self._made[leader] if left else self._made.pop(leader)
             if result is not None:
-                name = agreed.names[at]
-                yield name, result
+                yield agreed.names[at], result
                 del result
 
 

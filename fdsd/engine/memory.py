@@ -5,7 +5,7 @@ How messages travel is unknown here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import compress
 from operator import add
@@ -19,7 +19,7 @@ from fdsd.algebra.dtypes import copy_elements
 from fdsd.algebra.ops.leaves import Origin
 from fdsd.algebra.plan import View
 from fdsd.data.errors import SpecMismatch
-from fdsd.data.memory import address_of
+from fdsd.data.memory import addresses_of
 from fdsd.engine.overwriting import Kept, memory_of
 from fdsd.engine.request import Request
 from fdsd.engine.rows import Rows, move_rows
@@ -110,41 +110,31 @@ class Memory:
 
     def starts_of(self, slots: Sequence[int]) -> list[int]:
         """Give where source tensors begin that lie in one row in ordinary memory; 0 for others."""
-        known = self._starts
-        for slot in slots:
-            if slot not in known:
-                known[slot] = self._start(slot)
-        return list(map(known.__getitem__, slots))
+        return _known(slots, self._starts, self._source_at)
 
     def ends_of(self, tensors: Sequence[int]) -> list[int]:
         """Give where results begin that lie in one row in ordinary memory; 0 for others."""
-        known = self._ends
-        for i in tensors:
-            if i not in known:
-                known[i] = self._end(i)
-        return list(map(known.__getitem__, tensors))
+        return _known(tensors, self._ends, self._result_at)
 
-    def _start(self, slot: int) -> int:
+    def _source_at(self, slot: int) -> torch.Tensor | None:
         try:
-            memory = self._fetch(slot)
+            return self._fetch(slot)
         except Exception:  # it is raised where the part is copied by itself, and told with the tensor's name
-            return 0
-        return 0 if memory is None else address_of(memory) or 0
+            return None
 
-    def _end(self, i: int) -> int:
-        request, recipe = self.tensors.requests[i], self.tensors.views[i].recipe
+    def _result_at(self, i: int) -> torch.Tensor | None:
+        request, views = self.tensors.requests[i], self.tensors.views[i]
         out = None if request is None else request.out
-        try:
-            if out is None or recipe is None:
-                return address_of(self._result(i)) or 0
-        except Exception:  # as above
-            return 0
-        if out.shape != recipe.want.shape or out.is_inference():  # which torch has to refuse, or to allow
-            return 0
-        found = address_of(out) or 0
-        if found:
+        if out is not None and views.recipe is not None:
+            is_checked = request is not None and request.node is not None  # when it was stated
+            if (not is_checked and out.shape != views.recipe.want.shape) or out.is_inference():
+                return None  # torch has to refuse it, or to allow it
             self._written.append(out)
-        return found
+            return out
+        try:
+            return self._result(i)
+        except Exception:  # as above
+            return None
 
     def read(self, i: int, part: Part, out: torch.Tensor) -> None:
         """Read a part of a source tensor into memory of its shape."""
@@ -290,3 +280,13 @@ class Memory:
             return views.spot(Spot(view.buffer, view.dtype, view.offset, view.shape, view.strides), result)
 
         run_steps(recipe.steps, self._staging.pop(i, {}), at, result.device)
+
+
+def _known(numbers: Sequence[int], known: dict[int, int], find: Callable[[int], torch.Tensor | None]) -> list[int]:
+    """Give addresses of tensors by number, 0 for those that are no rows; new ones are looked at, and remembered."""
+    new = [i for i in dict.fromkeys(numbers) if i not in known] if known else list(dict.fromkeys(numbers))
+    if new:
+        found = [(i, tensor) for i in new if (tensor := find(i)) is not None]
+        known.update(dict.fromkeys(new, 0))
+        known.update({i: at or 0 for (i, _), at in zip(found, addresses_of([one for _, one in found]), strict=True)})
+    return list(map(known.__getitem__, numbers))

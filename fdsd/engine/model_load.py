@@ -96,18 +96,22 @@ class ModelLoad:
                 if not is_exact(leaf) and spec_of(leaf) is not None:
                     self._ask(Wish(source), name)  # extra state as a tensor
                 continue
-            live = live if live.tied_to is None else tensors[live.tied_to]
-            if self._is_opaque(live, leaf):
-                self.opaque[live.fqn] = leaf, live.tensor
-            elif not self._is_direct(live, leaf):
-                self._ask(self._wish(live, source), self._owner(name) if through else live.fqn)
+            if live.tied_to is not None:
+                live = tensors[live.tied_to]
+            if not isinstance(leaf, Lazy):
+                if self._is_opaque(live, leaf):
+                    self.opaque[live.fqn] = leaf, live.tensor
+                    continue
+                if self._is_direct(live, leaf):
+                    continue
+            self._ask(self._wish(live, source), self._owner(name) if through else live.fqn)
         for pair in self.match.untied:
             live = self._live(pair[0])
             twin = [Wish(one, layout_of(live), _flattening(live), dtype=live.spec.dtype) for one in pair]
             self.twins.append((twin[0], twin[1]))
 
     def _ask(self, wish: Wish, name: str) -> None:
-        label = label_of(wish.source, wish.flattening)
+        label = wish.source if wish.flattening is None else label_of(wish.source, wish.flattening)
         self.wishes[label], self._names[label] = wish, name
 
     def _is_as_given(self, live: LiveTensor | None, leaf: Any) -> bool:
@@ -135,9 +139,7 @@ class ModelLoad:
 
     def _is_direct(self, live: LiveTensor, leaf: Any) -> bool:
         """Note a copy that needs no plan and no other rank; tell whether this is one."""
-        if isinstance(leaf, Lazy) or live.flat is not None or live.dtype is not None:
-            return False
-        if live.fqn in self.modules.through:
+        if live.flat is not None or live.dtype is not None or live.fqn in self.modules.through:
             return False
         target: Any = live.tensor
         if is_exact(leaf):
@@ -200,11 +202,12 @@ class ModelLoad:
 
     def _wish(self, live: LiveTensor, source: str) -> Wish:
         flattening, rules = _flattening(live), self.rules
-        is_fresh = rules.staged or live.fqn in self.modules.through or is_meta(live)
+        is_fresh = rules.staged or live.fqn in self.modules.through
         if not is_fresh and rules.dtype != "source":
             target, memory = layout_and_memory_of(live)
-            return Wish(source, target, flattening, memory)
-        target = layout_of(live)
+            if not memory.is_meta:
+                return Wish(source, target, flattening, memory)
+        is_fresh, target = is_fresh or is_meta(live), layout_of(live)
         spec, dtype = spec_of(self.state.leaves[source]), live.spec.dtype
         assert spec is not None
         if rules.dtype == "source" and spec.dtype != dtype:

@@ -111,6 +111,8 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
     if not memories:
         return Kept()
     written = _written(requests, ())
+    if written.isdisjoint(map(storage_id, memories.values())):
+        return Kept(memories=memories)
     settled: set[str] = set()
     for name, request, op, memory in plain:
         if storage_id(memory) in written:
@@ -131,7 +133,7 @@ def kept_of(requests: Mapping[str, Request], rank: int) -> Kept:
 def _written(requests: Mapping[str, Request], settled: Collection[str]) -> set[int]:
     """Give the storages that are written."""
     outs = [request.out for name, request in requests.items() if name not in settled]
-    return {storage_id(out) for out in outs if out is not None and out.numel()}
+    return set(map(storage_id, [out for out in outs if out is not None and out.numel()]))
 
 
 def _is_settled(request: Request, origin: Origin, memory: torch.Tensor, rank: int) -> bool:
