@@ -239,6 +239,8 @@ class Memory:
         if view is None:
             return False
         out = self.target(i, part)
+        if out.is_neg() or out.is_conj():  # which many at once cannot be written
+            return False
         if self.has_far and self.layer.is_far(view) and not self.layer.is_far(out):
             self._through.copy(view, out)
         else:

@@ -275,7 +275,7 @@ class Exchange:
                 packed = whole.as_strided(part.shape, part.strides, offsets[at] // itemsize)
                 if view is None:
                     memory.read(i, part, packed)
-                elif not part.is_plain:
+                elif not part.is_plain or view.is_neg() or view.is_conj():  # which many at once cannot be written
                     copy_elements(*((view, packed) if is_send else (packed, view)))
                 else:
                     sources.append(view if is_send else packed)
