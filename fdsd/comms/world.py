@@ -293,10 +293,10 @@ class GroupWorld:
     def _gather_short(self, mine: torch.Tensor, size: int) -> list[bytes]:
         """One rank hears all others, and tells all: a ring, as gloo's own, wakes the ranks one after the other."""
         root = self.ranks[0]
-        every = torch.empty(len(self.ranks) * size, dtype=torch.uint8)
-        self._collect(size, dist.gather, mine, [*every.split(size)] if self.rank == root else None, root)
+        every = torch.empty((len(self.ranks), size), dtype=torch.uint8)
+        self._collect(size, dist.gather, mine, [*every] if self.rank == root else None, root)
         self._collect(size, dist.broadcast, every, root)
-        data = _bytes(every)
+        data = _bytes(every.view(-1))
         return [data[at : at + size] for at in range(0, len(data), size)]
 
     def _gather_long(self, payload: bytes, short: list[bytes], sizes: list[int]) -> list[bytes]:
