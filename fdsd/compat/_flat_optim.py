@@ -93,8 +93,7 @@ def state_of_flat(
     """
     missing = _missing_options(flat, like)
     names = set(like.fqns)
-    listed = {key.rpartition(".")[0][len(_GROUPS) :] for key in flat if key.startswith(_GROUPS)}
-    if not listed <= names:
+    if not _listed(flat) <= names:
         flat = {_with_hidden_dots(key, names): value for key, value in flat.items()}
     found = unflatten(flat, _renamed(like, ".", _DOT), strict=False)
     found = _renamed(found, _DOT, ".")
@@ -105,6 +104,11 @@ def state_of_flat(
             "hyper-parameters: StateDictOptions(strict=False) keeps the optimizer's own values."
         )
     return _with_strays(found if not missing else _completed(found, like), flat, {*known, *names})
+
+
+def _listed(flat: Mapping[str, Any]) -> set[str]:
+    """List the parameters of which there are options."""
+    return {key.rpartition(".")[0][len(_GROUPS) :] for key in flat if key.startswith(_GROUPS)}
 
 
 def _with_hidden_dots(key: str, names: Collection[str]) -> str:
@@ -139,7 +143,7 @@ def _missing_slots(found: OptimState, like: OptimState) -> list[str]:
 
 def _with_strays(found: OptimState, flat: Mapping[str, Any], known: set[str]) -> OptimState:
     """Add what belongs to no parameter: neither the model nor a group has its name."""
-    listed = {key.rpartition(".")[0].partition(".")[2] for key in flat if key.startswith("param_groups.")}
+    listed = _listed(flat)
     there = {name for column in found.slots.values() for name in column}
     names = known | listed | there
     slots: dict[Any, dict[str, Any]] = {}

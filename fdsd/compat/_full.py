@@ -153,7 +153,7 @@ def spread(
     """
     source = RankZero(full if world.rank == 0 else announced.specs)
     owners = dict.fromkeys(announced.owners.values())
-    nodes = {owner: source.node(owner) for owner in owners}  # tied names share one, and travel once
+    nodes = {owner: source.find(owner) for owner in owners}  # tied names share one, and travel once
     requests = {
         name: Request(nodes[announced.owners[name]], destination.target, everyone=False, out=destination.memory)
         for name, destination in destinations.items()

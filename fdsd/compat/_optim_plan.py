@@ -84,11 +84,13 @@ class OptimPlan:
         plan = cls(targets, from_zero, known)
         if from_zero is not None:
             wanted = set(plan.names.values())
-            plan.for_others = {name: from_zero.node(name) for name in from_zero.specs() if name not in wanted}
+            others = {name: from_zero.find(name) for name in from_zero.specs() if name not in wanted}
+            plan.for_others = {name: node for name, node in others.items() if node is not None}
         for place, target in targets.items():
             value: Any = state.slots[place[0]][place[1]]
             if from_zero is not None:
-                plan.nodes[place] = target.flatten(from_zero.node(plan.names[place]))
+                node = from_zero.find(plan.names[place])
+                plan.nodes[place] = None if node is None else target.flatten(node)
                 continue
             if target.is_cut:
                 value = plain_of(value)

@@ -38,19 +38,13 @@ class RankZero:
     Args:
         tensors: On rank 0 the tensors, on others their specs.
 
-    >>> RankZero({"a": torch.ones(2)}).node("a")
+    >>> RankZero({"a": torch.ones(2)}).find("a")
     Lazy(Origin, float32[2])
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = {name: _detached(leaf) for name, leaf in tensors.items()}
         self._nodes: dict[str, Lazy] = {}
-
-    def node(self, fqn: str) -> Lazy:
-        """Give a tensor as an expression."""
-        found = self.find(fqn)
-        assert found is not None, f"rank 0 was not asked for {fqn!r}"
-        return found
 
     def find(self, fqn: str) -> Lazy | None:
         """Give a tensor as an expression; ``None`` if there is none of this name."""
