@@ -26,7 +26,7 @@ __all__ = [
     "loading_code",
     "method_of",
     "post_hooks",
-    "pre_hooks",
+    "run_pre_hooks",
     "saving_code",
 ]
 
@@ -106,10 +106,19 @@ def _patched(module: nn.Module, *names: str) -> Sequence[str]:
     return [one for one in found if not getattr(own[one], "__qualname__", "").startswith("_patch_model_state_dict.")]
 
 
-def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """List the hooks that have to run before a module is read: all but those of FSDP1, which would gather it."""
+def run_pre_hooks(module: nn.Module, prefix: str, home: str = "") -> None:
+    """Run the hooks that have to run before a module is read: all but those of FSDP1, which would gather it.
+
+    Args:
+        module: The module; what is in it has hooks of its own.
+        prefix: Its canonical name with the dot.
+        home: The package in which they were written, if not all run.
+    """
     inside: Any = module
-    return [hook for hook in inside._state_dict_pre_hooks.values() if _home(hook) != _FSDP1_HOOKS]
+    for hook in [*inside._state_dict_pre_hooks.values()]:
+        where = _home(hook)
+        if where.startswith(home) and where != _FSDP1_HOOKS:
+            hook(module, prefix, False)
 
 
 def post_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from fdsd.comms.hooks import Kind, Machine, has_own_code, kind_of, loading_code, pre_hooks, saving_code
+from fdsd.comms.hooks import Kind, Machine, has_own_code, kind_of, loading_code, run_pre_hooks, saving_code
 from fdsd.comms.live import LiveTensor
 from fdsd.comms.tabling import Table
 from fdsd.comms.wrappers import EXTRA_STATE, FSDP1_WRAPPED
@@ -155,11 +155,8 @@ class Walk:
         """Run what runs before a state dict is taken; FSDP2 puts its shards back in place so."""
         itself = {i for below, machine in self.machines if "state_dict" in machine.saving for i in below}
         for i in self._hooked:
-            if i in itself:
-                continue
-            module, prefix, _ = self.places[i]
-            for hook in pre_hooks(module):
-                hook(module, prefix, False)
+            if i not in itself:
+                run_pre_hooks(self.places[i].module, self.places[i].prefix)
 
     def _find_flats(self, table: Table) -> None:
         """Find what FSDP1 has flattened."""

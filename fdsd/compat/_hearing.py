@@ -5,21 +5,22 @@ A rank on which such code raises has to find the same meetings as the others, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from fdsd.comms.hooks import pre_hooks
+from fdsd.comms.hooks import run_pre_hooks
 from fdsd.comms.live import LiveTensor, Modules
 from fdsd.comms.modules import is_dtensor
 from fdsd.comms.tabling import Table
-from fdsd.comms.worlds import has_group
+from fdsd.comms.worlds import Meeting, has_group
 from fdsd.comms.wrappers import FSDP1_WRAPPED, wrapped_as
 from fdsd.compat._errors import NoMapping
 from fdsd.compat._flats import has_flats
-from fdsd.compat._model import read_model
+from fdsd.compat._model import Read, read_model
+from fdsd.compat._optim import OptimRead
 from fdsd.compat._options import StateDictOptions
 from fdsd.compat._verdict import NOTHING_READ, Findings, agreed
 from fdsd.data.errors import RanksLost, add_note
@@ -28,84 +29,9 @@ from fdsd.engine.meetings import meetings_of
 if TYPE_CHECKING:
     from fdsd.comms.fsdp1 import FlatView
 
-__all__ = ["heard", "skeleton_of", "tables_of"]
+__all__ = ["heard", "tables_of"]
 
-_WHOLE = (nn.Parameter, torch.Tensor, type(None))
-
-
-class _Reading(Protocol):
-    """What was read; without tables, there are no flat parameters."""
-
-    @property
-    def modules(self) -> Modules | None: ...
-
-
-_R = TypeVar("_R", bound=_Reading)
-
-
-def skeleton_of(model: nn.Module) -> Modules:
-    """Give the tables of a model as far as others know them too: one tensor of each mesh, under any name.
-
-    >>> skeleton_of(nn.Linear(1, 1)).tensors
-    {}
-    """
-    return _skeleton(model, lambda _, view: True)
-
-
-def _skeleton(
-    model: nn.Module, counts: Callable[[Any, FlatView | None], bool], below: Iterable[nn.Module] | None = None
-) -> Modules:
-    """Give such tables of the tensors that count; of DTensors those below some modules, if any are given."""
-    table = Table((model,))
-    places = list(_inside(model))
-    chosen = places if below is None else [one for top in below for one in _inside(top)]
-    flattening = {kind for kind in set(map(type, places)) if wrapped_as(kind) == FSDP1_WRAPPED}
-    if flattening:
-        from fdsd.comms.fsdp1 import find_flats
-
-        find_flats([module for module in places if type(module) in flattening], table.flats)
-    views = [view for flat in table.flats.values() for view in flat.views]
-    known = {id(view.live) for view in views}
-    views = [view for view in views if counts(view.live, view)]
-    found: dict[int, tuple[torch.Tensor, FlatView | None]] = {id(v.layout.mesh): (v.live, v) for v in views}
-    for module in places:
-        _put_shards_back(module)
-    for module in chosen:
-        for tensor in _own(module):
-            if is_dtensor(tensor) and id(tensor) not in known and counts(tensor, None):
-                found.setdefault(id(tensor.device_mesh), (tensor, None))
-    rows = [(str(i), *row) for i, row in enumerate(found.values())]
-    table.extend([LiveTensor(name, "parameter", True, False, one, model, name, None, view) for name, one, view in rows])
-    return table.finished()
-
-
-def _own(module: Any) -> list[Any]:
-    """Give the tensors of one module that may lie over ranks."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in own if type(tensor) not in _WHOLE]
-
-
-def _inside(model: nn.Module) -> Iterator[nn.Module]:
-    """List all modules, each once; torch's own generators take longer than reading what is in them."""
-    seen = {id(model)}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        yield module
-        inside: Any = module
-        for child in inside._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-
-
-def _put_shards_back(module: nn.Module) -> None:
-    """Let FSDP2 put its shards back in place, as it does whenever a state dict is taken: they say how they lie."""
-    inside: Any = module
-    if inside._state_dict_pre_hooks:
-        for hook in pre_hooks(module):
-            if getattr(hook, "__module__", "").startswith("torch.distributed."):
-                hook(module, "", False)
+_R = TypeVar("_R", Read, OptimRead)
 
 
 def tables_of(model: nn.Module, options: StateDictOptions) -> tuple[Modules, Exception | None]:
@@ -119,7 +45,39 @@ def tables_of(model: nn.Module, options: StateDictOptions) -> tuple[Modules, Exc
     except NoMapping:
         raise
     except Exception as error:
-        return skeleton_of(model), error
+        return _skeleton(model, _over_ranks(model)), error
+
+
+def _skeleton(model: nn.Module, tensors: Iterable[tuple[Any, FlatView | None]]) -> Modules:
+    """Give the tables of a model as far as others know them too: one tensor of each mesh, under any name."""
+    table = Table((model,))
+    found: dict[int, tuple[Any, FlatView | None]] = {}
+    for one, view in tensors:
+        found.setdefault(id(one.device_mesh if view is None else view.layout.mesh), (one, view))
+    rows = [(str(i), *row) for i, row in enumerate(found.values())]
+    table.extend([LiveTensor(name, "parameter", True, False, one, model, name, None, view) for name, one, view in rows])
+    return table.finished()
+
+
+def _over_ranks(model: nn.Module, below: Iterable[Any] = ()) -> Iterator[tuple[Any, FlatView | None]]:
+    """List the tensors in flat parameters, and the DTensors: those below some modules, if any are given."""
+    places: list[Any] = list(model.modules())
+    views: list[FlatView] = []
+    flattening = {kind for kind in set(map(type, places)) if wrapped_as(kind) == FSDP1_WRAPPED}
+    if flattening:
+        from fdsd.comms.fsdp1 import Flat, find_flats
+
+        flats: dict[int, Flat] = {}
+        find_flats([module for module in places if type(module) in flattening], flats)
+        views = [view for flat in flats.values() for view in flat.views]
+    yield from [(view.live, view) for view in views]
+    for module in places:  # FSDP2 puts its shards back in place: they say how they lie
+        if module._state_dict_pre_hooks:
+            run_pre_hooks(module, "", "torch.distributed.")
+    known = {id(view.live) for view in views}
+    for module in [one for top in below for one in top.modules()] or places:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        yield from [(tensor, None) for tensor in tensors if is_dtensor(tensor) and id(tensor) not in known]
 
 
 def heard(
@@ -151,54 +109,22 @@ def heard(
         LoadError: Some ranks have a fault.
         RankDisagreement: Ranks that gather have other options.
     """
-    read: _R | None = None
     try:
-        if fault is None:
-            read = reading()
+        if fault is not None:
+            raise fault
+        read = reading()
     except Exception as error:  # others would wait for this rank
-        fault = error
-    if fault is not None and not isinstance(model, nn.Module):
-        raise fault  # nobody knows who would have to hear of it
-    if (read is None or _gathers(read.modules, options)) and has_group():
-        _hear(_travelling(model, options, submodules, optimizers), fault, asked)
-    if read is None:
-        assert fault is not None
-        raise fault
+        if has_group() and isinstance(model, nn.Module):  # else nobody knows who would have to hear of it
+            _agree(_meetings(model, options, submodules, optimizers), error, asked)
+        raise
+    gathers = options.full_state_dict or (read.modules is not None and has_flats(read.modules))
+    if gathers and has_group():
+        _agree(_meetings(model, options, submodules, optimizers), None, asked)
     return read
 
 
-def _parts_of(model: nn.Module, submodules: Any) -> Collection[nn.Module] | None:
-    """Give submodules; ``None`` if there are none, or what was given is no part of the model."""
-    try:
-        chosen = list(submodules or ())
-    except TypeError:
-        return None
-    inside = set(map(id, _inside(model)))
-    return chosen if chosen and all(id(one) in inside for one in chosen) else None
-
-
-def _gathers(modules: Modules | None, options: StateDictOptions) -> bool:
-    return options.full_state_dict or (modules is not None and has_flats(modules))
-
-
-def _travelling(
-    model: nn.Module, options: StateDictOptions, submodules: Any, optimizers: Sequence[torch.optim.Optimizer]
-) -> Modules:
-    """Give the tables of what has to travel: who else calls is there for that, and maybe for nothing else."""
-    params = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
-
-    def travels(tensor: Any, view: FlatView | None) -> bool:
-        if view is not None:
-            return view.flat.is_sharded
-        if not options.full_state_dict or (params and id(tensor) not in params):
-            return False
-        return not all(placement.is_replicate() for placement in tensor.placements)
-
-    return _skeleton(model, travels, _parts_of(model, submodules))
-
-
-def _hear(travelling: Modules, fault: Exception | None, asked: str) -> None:
-    meetings = meetings_of(travelling, ())
+def _agree(meetings: Sequence[Meeting], fault: Exception | None, asked: str) -> None:
+    """Raise, on all ranks that meet, what went wrong on any of them."""
     try:
         agreed(Findings(), fault, meetings, f"{asked}: whether it can be read", NOTHING_READ)
     except RanksLost as error:
@@ -208,3 +134,30 @@ def _hear(travelling: Modules, fault: Exception | None, asked: str) -> None:
             "and do not come: give the same options on all ranks.",
         )
         raise
+
+
+def _meetings(
+    model: nn.Module, options: StateDictOptions, submodules: Any, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[Meeting]:
+    """Say who meets for what has to travel: who else calls is there for that, and maybe for nothing else."""
+    params = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
+
+    def travels(tensor: Any, view: FlatView | None) -> bool:
+        if view is not None:
+            return view.flat.is_sharded
+        if not options.full_state_dict or (params and id(tensor) not in params):
+            return False
+        return not all(placement.is_replicate() for placement in tensor.placements)
+
+    found = _over_ranks(model, _parts_of(model, submodules))
+    return meetings_of(_skeleton(model, [one for one in found if travels(*one)]), ())
+
+
+def _parts_of(model: nn.Module, submodules: Any) -> list[nn.Module]:
+    """Give submodules; none if what was given is no part of the model."""
+    try:
+        chosen: list[nn.Module] = list(submodules or ())
+    except TypeError:
+        return []
+    inside = set(map(id, model.modules()))
+    return chosen if all(id(one) in inside for one in chosen) else []

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fdsd.comms.hooks import Kind, kind_of, pre_hooks, saving_code
+from fdsd.comms.hooks import Kind, kind_of, run_pre_hooks, saving_code
 from fdsd.comms.wrappers import EXTRA_STATE, FSDP1_WRAPPED
 
 __all__ = ["plain_values"]
@@ -68,8 +68,7 @@ class _Walk:
         if may_differ and saving_code(module, kind):
             raise _NotPlainError
         if module._state_dict_pre_hooks:
-            for hook in pre_hooks(module):
-                hook(module, prefix, False)
+            run_pre_hooks(module, prefix)
         if kind.wraps is None:
             self.versions[prefix[:-1]] = {"version": module._version}
         if module._parameters:
