@@ -176,6 +176,26 @@ def test_a_fault_where_nobody_gathers_is_that_of_one_rank(way: dict[str, Any]) -
     assert second == ["ArithmeticError: no count today."]
 
 
+def test_a_hook_that_raises_on_one_rank_is_heard_by_all() -> None:
+    """Who has to hear of it is found without running it again."""
+
+    def ranks(rank: int) -> tuple[str, int]:
+        model = built("fsdp2")
+        calls: list[str] = []
+
+        def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            calls.append(prefix)
+            if rank == 1:
+                raise ArithmeticError("no hook today.")
+
+        refusing: Any = counting(model)  # the method has no types
+        refusing.register_state_dict_pre_hook(hook)
+        return told(lambda: get_model_state_dict(model, options=WHOLE)), len(calls)
+
+    text = "LoadError: Rank 1: ArithmeticError: no hook today. No rank has got a state dict."
+    assert run_ranks(ranks, 2, group_timeout=15) == [(text, 1)] * 2
+
+
 def over_several_meshes(rank: int) -> list[str]:
     wide, narrow = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [0, 1])
     model: Any = nn.Module()
