@@ -322,6 +322,8 @@ def _settle(rank: int, run: _Run, parent: int, stacks: Any) -> None:
     # That would be an error of whatever function of torch the collector happens to run in.
     if (2, 9) <= torch.__version__ < (2, 10):
         warnings.filterwarnings("ignore", message=_FREED)
+    if torch.__version__ < (2, 7):  # distribute_tensor() on the CPU says so, though it draws no numbers
+        warnings.filterwarnings("ignore", message="DTensor random operators")
     names = {"RANK": rank, "WORLD_SIZE": run.n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": run.n}
     os.environ.update({name: str(value) for name, value in names.items()})
     if sys.platform == "linux":
