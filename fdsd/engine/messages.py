@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import compress
 from operator import add
+from typing import NamedTuple
 
 import torch
 from attrs import define, field, frozen
@@ -96,6 +97,29 @@ class Buffers:
             self._wait_for(buffer)
 
 
+class _Columns(NamedTuple):
+    """The messages of a round, and their items, as in ``Program``."""
+
+    peers: list[int]
+    sends: list[int]
+    nbytes: list[int]
+    bounds: list[int]
+    instances: list[int]
+    overlaps: list[int]
+    parts: list[int]
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, program: Program) -> _Columns:
+        messages = program.peers, program.sends, program.nbytes, program.bounds
+        items = program.instances, program.overlaps, program.parts, program.offsets
+        return cls(*[to_list(column) for column in (*messages, *items)])
+
+    def items(self, message: int) -> slice:
+        """Say where the items of a message are."""
+        return slice(*self.bounds[message : message + 2])
+
+
 @frozen(eq=False)
 class _Posted:
     """A message that is under way."""
@@ -124,7 +148,7 @@ class Exchange:
     error: tuple[BaseException, str] | None = None
     _posted: deque[_Posted] = field(factory=deque[_Posted], init=False)
     _next: int = field(default=0, init=False)
-    _columns: tuple[list[int], ...] = field(default=(), init=False)
+    _columns: _Columns = field(factory=lambda: _Columns([], [], [], [0], [], [], [], []), init=False)
     _rows: Items = field(default=Items([], [], []), init=False)
 
     def begin(self, program: Program, rows: Items) -> None:
@@ -134,9 +158,7 @@ class Exchange:
             program: The messages.
             rows: Which of their items lie in rows of bytes here.
         """
-        columns = program.peers, program.sends, program.nbytes, program.bounds
-        items = program.instances, program.overlaps, program.parts, program.offsets
-        self._columns = tuple([to_list(column) for column in (*columns, *items)])
+        self._columns = _Columns.of(program)
         self._rows = rows
         self._next = 0
 
@@ -154,15 +176,15 @@ class Exchange:
         """
         while self._post():
             pass
-        peers, _, _, bounds, instances, *_ = self._columns
-        while self._next < len(peers) and instances[bounds[self._posted[0].number]] < tensor:
+        columns = self._columns
+        while self._next < len(columns.peers) and columns.instances[columns.bounds[self._posted[0].number]] < tensor:
             self._complete()
             while self._post():
                 pass
 
     def finish(self) -> None:
         """Complete all messages."""
-        self.advance(len(self._columns[0]) - 1)
+        self.advance(len(self._columns.peers) - 1)
         self.buffers.wait()
 
     def fail(self, error: BaseException, tensor: int) -> None:
@@ -197,19 +219,19 @@ class Exchange:
         posted.pending.wait()
         self._posted.popleft()
         if posted.buffer is not None:
-            is_sent = self._columns[1][posted.number]
+            is_sent = self._columns.sends[posted.number]
             self.buffers.give(posted.buffer, () if is_sent else self._unpack(posted.number, posted.buffer))
 
     def _straight(self, number: int) -> torch.Tensor | None:
         """Give the bytes of a message of one part as they lie in the memory of its tensor, if they can travel so."""
-        _, sends, _, bounds, instances, overlaps, parts, _ = self._columns
-        at = bounds[number]
-        if self.error is not None or bounds[number + 1] - at != 1:
+        memory, columns = self.memory, self._columns
+        at, end = columns.bounds[number : number + 2]
+        if self.error is not None or end - at != 1:
             return None
-        memory, i = self.memory, instances[at]
-        part = memory.tensors.views[i].part(overlaps[at], parts[at])
+        i = columns.instances[at]
+        part = memory.tensors.views[i].part(columns.overlaps[at], columns.parts[at])
         try:
-            view = memory.source(i, part) if sends[number] else memory.target(i, part)
+            view = memory.source(i, part) if columns.sends[number] else memory.target(i, part)
         except BaseException as error:  # told to all at the end
             self.fail(error, i)
             return None
@@ -226,7 +248,7 @@ class Exchange:
             for mark in self._each(self._move_rows(number, buffer, is_send=True), buffer, is_send=True):
                 mark.synchronize()
         if self.error is not None:
-            buffer[: self._columns[2][number]].zero_()
+            buffer[: self._columns.nbytes[number]].zero_()
 
     def _unpack(self, number: int, buffer: torch.Tensor) -> Sequence[Mark]:
         if self.error is not None:
@@ -235,16 +257,15 @@ class Exchange:
 
     def _move_rows(self, number: int, buffer: torch.Tensor, *, is_send: bool) -> Sequence[int]:
         """Copy the parts of a message that lie in rows in ordinary memory, byte for byte; give the others."""
-        memory, bounds = self.memory, self._columns[3]
-        first, last = bounds[number : number + 2]
+        memory, items = self.memory, self._columns.items(number)
         if not buffer.is_cpu or memory.has_far:
-            return range(first, last)
-        slots, firsts, sizes = [column[first:last] for column in self._rows]
+            return range(items.start, items.stop)
+        slots, firsts, sizes = [column[items] for column in self._rows]
         starts = memory.starts_of(slots) if is_send else memory.ends_of(slots)
-        offsets, rest = self._columns[7][first:last], list[int]()
+        offsets, rest = self._columns.offsets[items], list[int]()
         if -1 in firsts or 0 in starts:
             are_rows = [at >= 0 and start > 0 for at, start in zip(firsts, starts, strict=True)]
-            rest = [at for at, is_row in enumerate(are_rows, first) if not is_row]
+            rest = [at for at, is_row in enumerate(are_rows, items.start) if not is_row]
             firsts, sizes, starts, offsets = [list(compress(c, are_rows)) for c in (firsts, sizes, starts, offsets)]
         packed, own = map(buffer.data_ptr().__add__, offsets), map(add, starts, firsts)
         outs, sources = (packed, own) if is_send else (own, packed)
@@ -257,7 +278,7 @@ class Exchange:
         Returns:
             What has to be waited for, if accelerators take part.
         """
-        _, instances, overlaps, parts, offsets = self._columns[3:]
+        *_, instances, overlaps, parts, offsets = self._columns
         sources: list[torch.Tensor] = []
         outs: list[torch.Tensor] = []
         typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
