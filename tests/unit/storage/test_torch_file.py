@@ -6,6 +6,7 @@ import collections
 import os
 import pickle
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fdsd.data.region import Region
 from fdsd.data.spec import TensorSpec
 from fdsd.data.ties import tie_key, ties
 from fdsd.storage.torch_file import TorchFileSource, load_torch
+from tests.helpers.ranks import run_ranks
 
 from .conftest import raw
 
@@ -157,31 +159,32 @@ def test_a_plain_pickle_is_no_torch_file(tmp_path: Path) -> None:
 
 
 def test_sharded_tensors_of_process_groups_are_refused_for_now(tmp_path: Path, fresh_python: Any) -> None:
-    code = """
-import sys, torch, warnings
-warnings.simplefilter("ignore")
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
-torch.save({"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, sys.argv[1])
-dist.destroy_process_group()
-"""
     path = tmp_path / "rank.pt"
-    fresh_python(code, str(path))
+
+    def save(_: int) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", (1,))
+            torch.save({"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, path)
+
+    run_ranks(save, 1)
     script = """
 import sys
 from fdsd.storage.torch_file import TorchFileSource
 from fdsd.data.errors import Unsupported
-if sys.argv[2] == "with":
-    import torch.distributed.tensor
-try:
-    TorchFileSource(sys.argv[1])
-except Unsupported as error:
-    print(error)
+for classes in ("without", "with"):
+    if classes == "with":
+        import torch.distributed.tensor
+    try:
+        TorchFileSource(sys.argv[1])
+    except Unsupported as error:
+        print(classes, error)
 """
-    for classes in ("with", "without"):
-        assert "rank.pt holds sharded tensors of process groups" in fresh_python(script, str(path), classes)
+    told = fresh_python(script, str(path)).splitlines()
+    assert [line.split()[0] for line in told] == ["without", "with"]
+    assert all("rank.pt holds sharded tensors of process groups" in line for line in told)
 
 
 def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path) -> None:
