@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -17,11 +15,11 @@ import torch
 import fdsd
 from fdsd.data.spec import TensorSpec
 from fdsd.errors import DestinationExists
-from fdsd.storage import locks
+from fdsd.storage import locks, torch_save
 from fdsd.storage.locks import DestinationLock
 from fdsd.storage.safetensors_sink import SafetensorsSink
+from tests.helpers.ranks import RankDied, run_ranks
 
-ROOT = Path(__file__).parents[3]
 STATE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4)}
 TARGETS = ["x.safetensors", "out", "x.pt"]
 
@@ -68,32 +66,31 @@ def test_a_forgotten_sink_lets_go(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
-KILLED = """
-import os, signal, sys
-import torch
-import fdsd
+def killed(_: int, path: Path) -> None:
+    """Save over a file, and die on the way."""
 
-def die(t):
-    os.kill(os.getpid(), signal.SIGKILL)
+    def die(_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-state = {"w": torch.ones(3)}
-if sys.argv[1].endswith(".pt"):
-    import fdsd.storage.torch_save as module
-    module.torch.save = lambda value, file: (open(file, "wb").close(), die(value))
-else:
-    state = fdsd.map_tensors(die, "w", spec=lambda spec: spec)(fdsd.defer(state))
-fdsd.save(state, sys.argv[1], overwrite=True)
-"""
+    def write_and_die(_: Any, file: Any) -> None:
+        Path(file).open("wb").close()
+        die(file)
+
+    state: Any = {"w": torch.ones(3)}
+    if path.suffix == ".pt":
+        module: Any = torch_save
+        module.torch.save = write_and_die
+    else:
+        state = fdsd.map_tensors(die, "w", spec=lambda spec: spec)(fdsd.defer(state))
+    fdsd.save(state, path, overwrite=True)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     fdsd.save(STATE, path)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path)], cwd=ROOT, timeout=120, capture_output=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    (died,) = run_ranks(killed, 1, path, init=False, expect_errors=True)
+    assert isinstance(died, RankDied) and died.code == -signal.SIGKILL
     left = hidden(tmp_path)
     assert any(name.endswith(".tmp") for name in left) and any(name.endswith(".lock") for name in left)
     assert list(fdsd.open(path)) == ["a", "b"]
@@ -152,49 +149,25 @@ def test_only_one_holds_it_however_many_try(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
-SAVING = """
-import sys
-import torch
-import fdsd
-from fdsd.errors import DestinationExists
-
-number, target, rounds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-state = {f"{number}.{i}": torch.full((100,), float(number)) for i in range(number + 2)}
-sys.stdin.readline()
-for _ in range(rounds):
-    try:
-        fdsd.save(state, target, overwrite=True, max_shard_size=500 * (number + 1))
-        print("saved")
-    except DestinationExists as error:
-        print(error)
-"""
+def saving(number: int, path: Path) -> list[str]:
+    """Save again and again; tell how each went."""
+    told: list[str] = []
+    state = {f"{number}.{i}": torch.full((100,), float(number)) for i in range(number + 2)}
+    torch.distributed.barrier()
+    for _ in range(30):
+        try:
+            fdsd.save(state, path, overwrite=True, max_shard_size=500 * (number + 1))
+            told.append("saved")
+        except DestinationExists as error:
+            told.append(str(error))
+    return told
 
 
 @pytest.mark.parametrize("name", ["out", "x.safetensors"])
 def test_processes_that_save_to_one_destination_leave_one_checkpoint(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     fdsd.save(STATE, path)
-    many = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", SAVING, str(number), str(path), "30"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for number in range(2)
-    ]
-    try:
-        for process in many:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        told = [process.communicate(timeout=200)[0].splitlines() for process in many]
-    finally:
-        for process in many:
-            process.kill()
-    assert [process.returncode for process in many] == [0, 0]
-    lines = [line for one in told for line in one]
+    lines = [line for told in run_ranks(saving, 2, path) for line in told]
     assert len(lines) == 60 and "saved" in lines
     assert all(line == "saved" or "is being written by another save" in line for line in lines)
     state = fdsd.materialize(fdsd.open(path))
