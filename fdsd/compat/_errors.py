@@ -19,5 +19,9 @@ class ValueTypeError(FdsdError, ValueError):
     """A value of a type that gathered and offloaded state dicts do not hold."""
 
 
+class NoData(FdsdError, NotImplementedError):
+    """Tensors on the meta device were to be copied; of the class that torch raises then."""
+
+
 class NoMapping(FdsdError, TypeError):
     """Something else than a state dict, a module or an optimizer was given."""

@@ -18,7 +18,7 @@ from fdsd.comms.kinds import Once, is_sharded_tensor
 from fdsd.comms.modules import is_dtensor
 from fdsd.comms.worlds import is_among, world_in
 from fdsd.compat._companions import CompanionMismatch, are_alike, companions, copied
-from fdsd.compat._cpu_memory import Allocator, check_pinning, to_cpu
+from fdsd.compat._cpu_memory import Allocator, check_pinning, data_fault, to_cpu
 from fdsd.compat._destinations import Destination
 from fdsd.compat._flat_keys import (
     CONTAINER_TYPE,
@@ -32,7 +32,7 @@ from fdsd.compat._flat_keys import (
     unflatten,
 )
 from fdsd.compat._full import Announced, announce, cut_here, destinations_of, put, spec_told, spread
-from fdsd.compat._nested import Path, leaves_of, nothing_of, type_fault
+from fdsd.compat._nested import Path, leaves_of, named, nothing_of, type_fault
 from fdsd.compat._subclasses import plain_tree
 from fdsd.compat._whole_trees import moved, whole_tree, with_tensors
 from fdsd.data.values import is_sequence
@@ -124,6 +124,7 @@ def _offload_state_dict_to_cpu(
 
     Raises:
         ValueTypeError: A leaf is of another type.
+        NoData: A tensor is on the meta device.
 
     >>> _offload_state_dict_to_cpu({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
@@ -131,6 +132,8 @@ def _offload_state_dict_to_cpu(
     _check_types(state_dict, type_check)
     if not is_among(ranks_only, None):
         return nothing_of(state_dict)
+    if (fault := data_fault({named(path): leaf for path, leaf in leaves_of(state_dict).items()})) is not None:
+        raise fault
     move = Once(to_cpu)
     return with_tensors(state_dict, lambda path, leaf: move(leaf))
 

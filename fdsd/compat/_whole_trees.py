@@ -9,7 +9,7 @@ import torch
 
 from fdsd.comms.kinds import Once
 from fdsd.comms.worlds import is_among, numbers_of
-from fdsd.compat._cpu_memory import to_cpu
+from fdsd.compat._cpu_memory import data_fault, to_cpu
 from fdsd.compat._nested import Path, leaves_of, mapped, named, nothing_of, type_fault
 from fdsd.engine.wholes import gathered, lies_over_ranks
 
@@ -39,21 +39,29 @@ def whole_tree(
         type_check: Refuse leaves that are neither tensors nor plain values; else such are copied.
         asked: What for, with what has to be equal on all ranks.
 
+    Raises:
+        ValueTypeError: A leaf is of another type; on all ranks that have to meet.
+        NoData: A tensor that is to be put on the CPU is on the meta device; likewise.
+
     >>> whole_tree({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
     """
     leaves = leaves_of(tree)
     names = {path: named(path) for path, leaf in leaves.items() if lies_over_ranks(leaf)}
+    is_wanted = is_among(ranks_only, pg)
+    error: Exception | None = type_fault(leaves) if type_check else None
+    if cpu_offload and is_wanted:
+        error = error or data_fault({named(path): leaf for path, leaf in leaves.items() if path not in names})
     whole = gathered(
         {name: leaves[path] for path, name in names.items()},
         numbers_of(ranks_only, pg),
         group=pg,
         device=torch.device("cpu") if cpu_offload else None,
         spare=device,
-        error=type_fault(leaves) if type_check else None,
+        error=error,
         asked=asked,
     )
-    if not is_among(ranks_only, pg):
+    if not is_wanted:
         return nothing_of(tree)
     move = moved(cpu_offload)
     return with_tensors(tree, lambda path, leaf: whole[names[path]] if path in names else move(leaf))

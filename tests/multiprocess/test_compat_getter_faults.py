@@ -196,6 +196,20 @@ def test_a_hook_that_raises_on_one_rank_is_heard_by_all() -> None:
     assert run_ranks(ranks, 2, group_timeout=15) == [(text, 1)] * 2
 
 
+def beside_a_module_without_memory(rank: int) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(2, 2, device="meta"))
+    fully_shard(model[0])
+    return refused(lambda: get_state_dict(model, stepped(model), options=StateDictOptions(**OFFLOADED)))
+
+
+def test_a_module_without_memory_is_told_to_all() -> None:
+    """Rank 0 alone puts tensors on the CPU; the others would go on to gather optimizers."""
+    first, *others = run_ranks(beside_a_module_without_memory, 3, group_timeout=15)
+    text = "'1.bias', '1.weight' are on the meta device, without data to put on the CPU."
+    assert first.startswith(f"NoData: {text}")
+    assert all(f"rank 0: {text}" in other for other in others)
+
+
 def over_several_meshes(rank: int) -> list[str]:
     wide, narrow = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [0, 1])
     model: Any = nn.Module()

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from fdsd.compat._state_dict_utils import (
 )
 from fdsd.errors import FdsdError, SpecMismatch
 from tests.helpers.tensors import patterns, same_bytes
+
+NO_DATA = r"'a/w', 'b' are on the meta device, without data to put on the CPU. Give them memory first \(to_empty\(\)\)"
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.float8_e4m3fn])
@@ -326,3 +329,21 @@ def test_nothing_is_kept_alive() -> None:
         assert len(gone) == 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [_offload_state_dict_to_cpu, lambda state: _gather_state_dict(state, cpu_offload=True)],
+    ids=["off", "gather"],
+)
+def test_tensors_without_data_are_all_named(move: Callable[[Any], Any]) -> None:
+    """The error is of the class of torch's own."""
+    w = torch.ones(2, device="meta")
+    with pytest.raises(NotImplementedError, match=NO_DATA) as caught:
+        move({"a": {"w": w, "x": torch.ones(1)}, "b": w[:1], "lr": 0.1})
+    assert isinstance(caught.value, FdsdError)
+
+
+def test_tensors_without_data_are_left_where_they_are() -> None:
+    w = torch.ones(2, device="meta")
+    assert _gather_state_dict({"w": w})["w"] is w
