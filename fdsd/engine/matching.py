@@ -17,6 +17,7 @@ from fdsd.data.problem import Problem
 from fdsd.data.spec import TensorSpec, dtype_name, spec_of
 from fdsd.data.statedict import StateDict, same_leaf
 from fdsd.data.ties import ties
+from fdsd.data.values import is_mapping
 from fdsd.pipeline.pipeline import Pipeline
 from fdsd.pipeline.rewrite import Scope
 from fdsd.transforms.names import WRAPPERS
@@ -194,9 +195,17 @@ def _surplus(unexpected: list[str], state: Mapping[str, Any], missing: list[str]
     fine = excused(unexpected, state, allowed)
     if left := [name for name in unexpected if name not in fine]:
         hint = _hint(left[0], missing)
-        remedy = _prefix_remedy(left, missing) or f"drop() them, or give allow_unexpected=...{_unmet(allowed, fine)}."
+        found = _inner_remedy(left, state, missing) or _prefix_remedy(left, missing)
+        remedy = found or f"drop() them, or give allow_unexpected=...{_unmet(allowed, fine)}."
         text = f"not expected by the model: {listing(left)}{hint}. {remedy}"
         yield Problem("unexpected", text, tuple(left))
+
+
+def _inner_remedy(unexpected: list[str], state: Mapping[str, Any], missing: list[str]) -> str | None:
+    """Say which entry is a state dict of its own that has what is missing, as in what trainers save."""
+    lacking = set(missing)
+    inner = [name for name in unexpected if is_mapping(state[name]) and not lacking.isdisjoint(state[name])]
+    return f"{inner[0]!r} is a dict that has such names: give state[{inner[0]!r}]." if inner else None
 
 
 def _unmet(allowed: Choice, fine: Collection[str]) -> str:

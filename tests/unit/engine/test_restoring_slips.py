@@ -167,3 +167,23 @@ def test_which_parameters_had_state_is_reported() -> None:
     report = fdsd.restore(fdsd.capture(source, theirs), target, ours)
     assert (report.loaded, report.with_state, report.without_state) == (("weight", "bias"), ("weight",), ("bias",))
     assert repr(report) == "<LoadReport: 2 names loaded; state of 1 parameter loaded; without state: 'bias'>"
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_a_dict_around_the_state(key: str) -> None:
+    """As trainers save it, beside the epoch and other things; nothing is written."""
+    source, theirs = made(0)
+    target, _ = made(1)
+    before = target.weight.detach().clone()
+    given: Any = {"epoch": 3, "optimizer": theirs.state_dict(), key: source.state_dict()}
+    with pytest.raises(UnknownName, match=re.escape(f"{key!r} is a dict that has such names: give state[{key!r}].")):
+        fdsd.restore(given, target)
+    assert torch.equal(target.weight, before)
+    fdsd.restore(given[key], target)
+    assert torch.equal(target.weight, source.weight)
+
+
+def test_dicts_of_other_names_are_dropped() -> None:
+    target, _ = made(1)
+    with pytest.raises(UnknownName, match=re.escape("not expected by the model: 'history'. drop() them")):
+        fdsd.restore({"history": {"loss": 3.0}, **target.state_dict()}, target)
