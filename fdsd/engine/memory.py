@@ -129,13 +129,21 @@ class Memory:
                 return self._result(i)
             except Exception:  # as above
                 return None
-        out = request.out
+        out, want = request.out, views.recipe.want
         # its shape was checked when it was stated, if its source was known; to ask for it takes long
-        is_odd = out.numel() != views.numel or (request.node is None and out.shape != views.recipe.want.shape)
-        if is_odd or out.is_inference():  # torch has to refuse it, or to allow it
+        is_odd = out.numel() != views.numel or (request.node is None and out.shape != want.shape)
+        # param.data may have been replaced since by a tensor of another dtype, which only torch can write in
+        if is_odd or out.dtype != want.dtype or out.is_inference():  # torch has to refuse it, or to allow it
             return None
         self._written.append(out)
         return out
+
+    def note_write(self, i: int) -> None:
+        """Note that a message goes straight to a result: of what a backend writes, autograd knows nothing."""
+        request = self.tensors.requests[i]
+        out = None if request is None else request.out
+        if out is not None and not out.is_inference():
+            self._written.append(out)
 
     def read(self, i: int, part: Part, out: torch.Tensor) -> None:
         """Read a part of a source tensor into memory of its shape."""

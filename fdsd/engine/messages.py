@@ -239,6 +239,8 @@ class Exchange:
             return None
         if self.buffers.layer is not None and self.buffers.layer.is_far(view):
             return None
+        if not columns.sends[number]:
+            memory.note_write(i)
         flat = movable(view)  # a view whose sizes are 1 counts as contiguous whatever its strides are
         return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
 
@@ -261,7 +263,11 @@ class Exchange:
         if not buffer.is_cpu or memory.has_far:
             return range(items.start, items.stop)
         slots, firsts, sizes = [column[items] for column in self._rows]
-        starts = memory.starts_of(slots) if is_send else memory.ends_of(slots)
+        try:
+            starts = memory.starts_of(slots) if is_send else memory.ends_of(slots)
+        except BaseException as error:  # told to all at the end, as in _each
+            self.fail(error, self._columns.instances[items.start])
+            return ()
         offsets, rest = self._columns.offsets[items], list[int]()
         if -1 in firsts or 0 in starts:
             are_rows = [at >= 0 and start > 0 for at, start in zip(firsts, starts, strict=True)]

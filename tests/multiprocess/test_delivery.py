@@ -108,3 +108,22 @@ def test_a_rank_that_dies_is_named() -> None:
     for error in (first, second):
         assert isinstance(error, RanksLost), repr(error)
         assert "2" in str(error)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_autograd_knows_what_arrived(num: int) -> None:
+    """One tensor travels straight into its memory, two are packed: what was saved for backward is an error in both."""
+    zero, cut = Layout(Mesh({"one": 1}, [0]), [Shard(0)]), Layout(Mesh({"dp": 2}), [Shard(0)])
+    tensors = {f"t{i}": torch.ones(4, 6) for i in range(num)}
+
+    def ranks(rank: int) -> None:
+        source = shard(tensors, dict.fromkeys(tensors, zero), rank)
+        outs = {name: torch.nn.Parameter(torch.ones(2, 6)) for name in tensors}
+        losses = [(out * out).sum() for out in outs.values()]
+        requests = {name: Request(source.lazy(name), cut, out=out) for name, out in outs.items()}
+        list(plan_delivery(requests, world_of(dist.group.WORLD)).run())
+        for loss in losses:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(ranks, 2)

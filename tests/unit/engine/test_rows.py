@@ -14,6 +14,7 @@ from fdsd.data.errors import SpecMismatch
 from fdsd.data.spec import TensorSpec
 from fdsd.engine import memory, messages
 from fdsd.engine.delivery import plan_delivery
+from fdsd.engine.failures import RankFailed
 from fdsd.engine.request import Request
 from fdsd.engine.rounds import rounds_of
 from fdsd.engine.rows import Rows
@@ -210,3 +211,42 @@ def test_a_deferred_tensor_is_kept_by_torch_where_it_is_transposed() -> None:
         return dict(plan_delivery({"x": Request(defer_leaf(x))}, world).run())["x"]
 
     assert all(same_bytes(found, x.contiguous()) for found in run_world(rank_of, RANKS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_memory_whose_dtype_was_changed_since_is_written_by_torch(dtype: torch.dtype) -> None:
+    """As of ``model.half()`` between two rounds: values are cast, and nothing beside the tensor is written."""
+
+    def rank_of(world: MemoryWorld) -> torch.Tensor:
+        held = shard({"v": WHOLE, "w": WHOLE}, {"v": ZERO, "w": ZERO}, world.rank)
+        outs = {name: torch.nn.Parameter(torch.zeros(2, 6)) for name in ("v", "w")}
+        delivery = plan_delivery({name: Request(held.lazy(name), cut(0), out=outs[name]) for name in outs}, world)
+        memory = torch.full((2, 4, 6), -7.0, dtype=dtype)
+        for i, out in enumerate(outs.values()):
+            out.data = memory[i, :2]
+        list(delivery.run())
+        return memory
+
+    for rank, found in enumerate(run_world(rank_of, RANKS)):
+        want = torch.full((2, 4, 6), -7.0, dtype=dtype)
+        want[:, :2] = WHOLE[2 * rank : 2 * rank + 2]
+        assert same_bytes(found, want)
+
+
+def test_a_source_that_is_interrupted_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no ``Exception`` too: the others must not wait for a message that never comes."""
+
+    def rank_of(world: MemoryWorld) -> None:
+        held = shard({"v": WHOLE, "w": WHOLE}, {"v": ZERO, "w": ZERO}, world.rank)
+        delivery = plan_delivery({name: Request(held.lazy(name), cut(0)) for name in ("v", "w")}, world)
+        if world.rank == 0:
+
+            def local(fqn: str) -> torch.Tensor | None:
+                raise KeyboardInterrupt(fqn)
+
+            monkeypatch.setattr(held, "local", local)
+        list(delivery.run())
+
+    first, second = run_world(rank_of, RANKS, expect_errors=True)
+    assert isinstance(first, KeyboardInterrupt)
+    assert isinstance(second, RankFailed) and "rank 0" in str(second) and "KeyboardInterrupt" in str(second)
