@@ -74,7 +74,9 @@ def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int | None]:
         and not one.is_nested
         and one.is_contiguous()
         and not (one.is_conj() or one.is_neg())
-        and one.data_ptr() != one.storage_offset() * one.itemsize  # what is freed begins at 0
+        and one.data_ptr()
+        # storages may have been freed, or a part of them; torch checks each view that it makes, and no address
+        and one.untyped_storage().nbytes() >= (one.storage_offset() + one.numel()) * one.itemsize
         else None
         for one in tensors
     ]

@@ -5,7 +5,6 @@ Integers only, until a tensor is given. Messages and names are unknown here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -133,7 +132,6 @@ class Views:
         keeps: What it wants and holds itself.
         num_blocks: The buffers below this number are the result's blocks.
         num_sources: How many source tensors there are.
-        numel: The elements of what this rank wants.
     """
 
     def __init__(self, wiring: Wiring, rank: int, placements: Sequence[Target] | None) -> None:
@@ -142,7 +140,6 @@ class Views:
         self.recipe: Recipe | None = None if which is None else wiring.recipes[which]
         self._blocks: Sequence[Block] = () if self.recipe is None else self.recipe.want.blocks
         self.num_blocks = len(self._blocks)
-        self.numel = 0 if self.recipe is None else math.prod(self.recipe.want.shape)
         self._specs = wiring.expression.origins
         self.num_sources = len(self._specs)
         self._held: list[Sequence[Block]] = []

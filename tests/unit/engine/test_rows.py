@@ -250,3 +250,34 @@ def test_a_source_that_is_interrupted_is_told_to_all(monkeypatch: pytest.MonkeyP
     first, second = run_world(rank_of, RANKS, expect_errors=True)
     assert isinstance(first, KeyboardInterrupt)
     assert isinstance(second, RankFailed) and "rank 0" in str(second) and "KeyboardInterrupt" in str(second)
+
+
+@pytest.mark.parametrize("left", [0, 48])
+def test_a_source_whose_storage_was_freed_is_not_read(left: int) -> None:
+    """Even if a part of it is left: the second half, which travels, lies behind its end."""
+
+    def rank_of(world: MemoryWorld) -> None:
+        held = shard({"v": WHOLE, "w": WHOLE}, {"v": ZERO, "w": ZERO}, world.rank)
+        delivery = plan_delivery({name: Request(held.lazy(name), cut(0)) for name in ("v", "w")}, world)
+        if world.rank == 0:
+            held._locals["w"] = WHOLE.clone()
+            held._locals["w"].untyped_storage().resize_(left)
+        list(delivery.run())
+
+    for error in run_world(rank_of, RANKS, expect_errors=True):
+        assert "'w'" in str(error) and "out of bounds" in str(error)
+
+
+def test_memory_whose_shape_was_changed_since_is_refused() -> None:
+    """As many elements, in another shape: the same bytes would be other values."""
+
+    def rank_of(world: MemoryWorld) -> None:
+        held = shard({"v": WHOLE, "w": WHOLE}, {"v": ZERO, "w": ZERO}, world.rank)
+        outs = {name: torch.nn.Parameter(torch.zeros(2, 6)) for name in ("v", "w")}
+        delivery = plan_delivery({name: Request(held.lazy(name), cut(0), out=outs[name]) for name in outs}, world)
+        if world.rank == 1:
+            outs["w"].data = torch.zeros(6, 2)
+        list(delivery.run())
+
+    for error in run_world(rank_of, RANKS, expect_errors=True):
+        assert isinstance(error, SpecMismatch) and "'w'" in str(error) and "(6, 2)" in str(error)
