@@ -260,8 +260,8 @@ def test_a_source_whose_storage_was_freed_is_not_read(left: int) -> None:
         held = shard({"v": WHOLE, "w": WHOLE}, {"v": ZERO, "w": ZERO}, world.rank)
         delivery = plan_delivery({name: Request(held.lazy(name), cut(0)) for name in ("v", "w")}, world)
         if world.rank == 0:
-            held._locals["w"] = WHOLE.clone()
-            held._locals["w"].untyped_storage().resize_(left)
+            held._locals["w"] = freed = WHOLE.clone()
+            freed.untyped_storage().resize_(left)
         list(delivery.run())
 
     for error in run_world(rank_of, RANKS, expect_errors=True):
