@@ -115,9 +115,9 @@ class _Columns(NamedTuple):
         items = program.instances, program.overlaps, program.parts, program.offsets
         return cls(*[to_list(column) for column in (*messages, *items)])
 
-    def items(self, message: int) -> slice:
-        """Say where the items of a message are."""
-        return slice(*self.bounds[message : message + 2])
+    def items(self, message: int) -> tuple[int, int]:
+        """Say where the items of a message begin and end."""
+        return self.bounds[message], self.bounds[message + 1]
 
 
 @frozen(eq=False)
@@ -225,7 +225,7 @@ class Exchange:
     def _straight(self, number: int) -> torch.Tensor | None:
         """Give the bytes of a message of one part as they lie in the memory of its tensor, if they can travel so."""
         memory, columns = self.memory, self._columns
-        at, end = columns.bounds[number : number + 2]
+        at, end = columns.items(number)
         if self.error is not None or end - at != 1:
             return None
         i = columns.instances[at]
@@ -259,19 +259,19 @@ class Exchange:
 
     def _move_rows(self, number: int, buffer: torch.Tensor, *, is_send: bool) -> Sequence[int]:
         """Copy the parts of a message that lie in rows in ordinary memory, byte for byte; give the others."""
-        memory, items = self.memory, self._columns.items(number)
+        memory, (first, last) = self.memory, self._columns.items(number)
         if not buffer.is_cpu or memory.has_far:
-            return range(items.start, items.stop)
-        slots, firsts, sizes = [column[items] for column in self._rows]
+            return range(first, last)
+        slots, firsts, sizes = [column[first:last] for column in self._rows]
         try:
             starts = memory.starts_of(slots) if is_send else memory.ends_of(slots)
         except BaseException as error:  # told to all at the end, as in _each
-            self.fail(error, self._columns.instances[items.start])
+            self.fail(error, self._columns.instances[first])
             return ()
-        offsets, rest = self._columns.offsets[items], list[int]()
+        offsets, rest = self._columns.offsets[first:last], list[int]()
         if -1 in firsts or 0 in starts:
             are_rows = [at >= 0 and start > 0 for at, start in zip(firsts, starts, strict=True)]
-            rest = [at for at, is_row in enumerate(are_rows, items.start) if not is_row]
+            rest = [at for at, is_row in enumerate(are_rows, first) if not is_row]
             firsts, sizes, starts, offsets = [list(compress(c, are_rows)) for c in (firsts, sizes, starts, offsets)]
         packed, own = map(buffer.data_ptr().__add__, offsets), map(add, starts, firsts)
         outs, sources = (packed, own) if is_send else (own, packed)
