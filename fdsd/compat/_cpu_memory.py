@@ -6,17 +6,15 @@ Nothing is copied here but by ``to_cpu``; sharded tensors keep their class and t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from attrs import field, frozen
 
 from fdsd.comms.kinds import parts_of, with_parts
-from fdsd.compat._errors import NoData
-from fdsd.data.errors import FdsdError, listing
+from fdsd.data.errors import FdsdError
 
-__all__ = ["Allocator", "PinningError", "check_pinning", "data_fault", "to_cpu"]
+__all__ = ["Allocator", "PinningError", "check_pinning", "to_cpu"]
 
 _CPU = torch.device("cpu")
 
@@ -36,27 +34,6 @@ def to_cpu(tensor: Any) -> Any:
     if all(part.device == _CPU for part in parts):
         return tensor
     return with_parts(tensor, [part.detach().to(_CPU) for part in parts])
-
-
-def data_fault(leaves: Mapping[str, Any]) -> NoData | None:
-    """Say which tensors have no data to put on the CPU, if there are any.
-
-    Args:
-        leaves: Tensors, sharded ones too, and other values, by name.
-
-    >>> data_fault({"w": torch.ones(1, device="meta"), "lr": 0.1})
-    NoData("'w' is on the meta device, without data to put on the CPU. Give it memory first (to_empty()), or leave \
-cpu_offload out.")
-    """
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    names = [name for name, tensor in tensors.items() if any(part.is_meta for part in parts_of(tensor))]
-    if not names:
-        return None
-    they, are = ("it", "is") if len(names) == 1 else ("them", "are")
-    return NoData(
-        f"{listing(names)} {are} on the meta device, without data to put on the CPU. Give {they} memory first "
-        "(to_empty()), or leave cpu_offload out."
-    )
 
 
 def check_pinning() -> None:

@@ -120,7 +120,7 @@ def _misfit(name: str, live: LiveTensor, value: Any, whole: bool, scalars: list[
             f'While copying the parameter named "{name}": the value is a whole tensor, and the model has it '
             "sharded. Whole tensors are loaded with StateDictOptions(full_state_dict=True)."
         )
-    return None if tensor.dtype == target.dtype and live.dtype is None else _miscast(name, live, tensor.dtype)
+    return _miscast(name, live, tensor.dtype)
 
 
 def _is_hollow(value: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from fdsd.comms.kinds import Once, is_sharded_tensor
 from fdsd.comms.modules import is_dtensor
 from fdsd.comms.worlds import is_among, world_in
 from fdsd.compat._companions import CompanionMismatch, are_alike, companions, copied
-from fdsd.compat._cpu_memory import Allocator, check_pinning, data_fault, to_cpu
+from fdsd.compat._cpu_memory import Allocator, check_pinning
 from fdsd.compat._destinations import Destination
 from fdsd.compat._flat_keys import (
     CONTAINER_TYPE,
@@ -32,9 +32,9 @@ from fdsd.compat._flat_keys import (
     unflatten,
 )
 from fdsd.compat._full import Announced, announce, cut_here, destinations_of, put, spec_told, spread
-from fdsd.compat._nested import Path, leaves_of, named, nothing_of, type_fault
+from fdsd.compat._nested import Path, leaves_of, nothing_of, type_fault
 from fdsd.compat._subclasses import plain_tree
-from fdsd.compat._whole_trees import moved, whole_tree, with_tensors
+from fdsd.compat._whole_trees import on_cpu, whole_tree, with_tensors
 from fdsd.data.values import is_sequence
 from fdsd.engine.wholes import gathered
 
@@ -132,10 +132,7 @@ def _offload_state_dict_to_cpu(
     _check_types(state_dict, type_check)
     if not is_among(ranks_only, None):
         return nothing_of(state_dict)
-    if (fault := data_fault({named(path): leaf for path, leaf in leaves_of(state_dict).items()})) is not None:
-        raise fault
-    move = Once(to_cpu)
-    return with_tensors(state_dict, lambda path, leaf: move(leaf))
+    return on_cpu(state_dict)
 
 
 def _create_cpu_state_dict(
@@ -351,6 +348,7 @@ def _iterate_state_dict(
     Raises:
         CompanionMismatch: The structures differ.
         ValueTypeError: A leaf is of another type.
+        NoData: A result that is to be put on the CPU is on the meta device.
 
     >>> keep = lambda tensor, pg, device, companion: tensor
     >>> _iterate_state_dict({"w": torch.ones(2)}, keep, keep, lambda tensor, *_: tensor + 1)
@@ -368,8 +366,7 @@ def _iterate_state_dict(
         return nothing_of(made)
     if companion_obj is not None:
         return copied(made, companion_obj, non_blocking)
-    move = moved(cpu_offload)
-    return with_tensors(made, lambda path, leaf: move(leaf))
+    return on_cpu(made) if cpu_offload else made
 
 
 def _identity_func(obj: torch.Tensor, pg: Any, device: torch.device | None, companion_obj: Any) -> torch.Tensor:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from fdsd.comms.kinds import Once
+from fdsd.comms.kinds import Once, parts_of
 from fdsd.comms.worlds import is_among, numbers_of
-from fdsd.compat._cpu_memory import data_fault, to_cpu
+from fdsd.compat._cpu_memory import to_cpu
+from fdsd.compat._errors import NoData
 from fdsd.compat._nested import Path, leaves_of, mapped, named, nothing_of, type_fault
+from fdsd.data.errors import listing
 from fdsd.engine.wholes import gathered, lies_over_ranks
 
-__all__ = ["moved", "whole_tree", "with_tensors"]
+__all__ = ["on_cpu", "whole_tree", "with_tensors"]
 
 _T = TypeVar("_T")
 
@@ -51,7 +53,7 @@ def whole_tree(
     is_wanted = is_among(ranks_only, pg)
     error: Exception | None = type_fault(leaves) if type_check else None
     if cpu_offload and is_wanted:
-        error = error or data_fault({named(path): leaf for path, leaf in leaves.items() if path not in names})
+        error = error or _data_fault({path: leaf for path, leaf in leaves.items() if path not in names})
     whole = gathered(
         {name: leaves[path] for path, name in names.items()},
         numbers_of(ranks_only, pg),
@@ -63,17 +65,36 @@ def whole_tree(
     )
     if not is_wanted:
         return nothing_of(tree)
-    move = moved(cpu_offload)
+    move: Callable[[Any], Any] = Once(to_cpu) if cpu_offload else lambda tensor: tensor
     return with_tensors(tree, lambda path, leaf: whole[names[path]] if path in names else move(leaf))
 
 
-def moved(cpu_offload: bool) -> Callable[[Any], Any]:
-    """Give the function that puts tensors on the CPU, or leaves them where they are.
+def _data_fault(leaves: Mapping[Path, Any]) -> NoData | None:
+    """Say which tensors have no data to put on the CPU, if there are any."""
+    tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    names = [named(path) for path, tensor in tensors.items() if any(part.is_meta for part in parts_of(tensor))]
+    if not names:
+        return None
+    they, are = ("it", "is") if len(names) == 1 else ("them", "are")
+    return NoData(
+        f"{listing(names)} {are} on the meta device, without data to put on the CPU. Give {they} memory first "
+        "(to_empty()), or leave cpu_offload out."
+    )
 
-    >>> moved(True)(torch.ones(1)), moved(False)(torch.ones(1))
-    (tensor([1.]), tensor([1.]))
+
+def on_cpu(tree: _T) -> _T:
+    """Make a tree again, with each tensor on the CPU; what is there already is not copied.
+
+    Raises:
+        NoData: Tensors are on the meta device.
+
+    >>> on_cpu({"w": torch.ones(1), "lr": 0.1})
+    {'w': tensor([1.]), 'lr': 0.1}
     """
-    return Once(to_cpu) if cpu_offload else lambda tensor: tensor
+    if (fault := _data_fault(leaves_of(tree))) is not None:
+        raise fault
+    move = Once(to_cpu)
+    return with_tensors(tree, lambda path, leaf: move(leaf))
 
 
 def with_tensors(tree: _T, change: Callable[[Path, Any], Any]) -> _T:

@@ -293,7 +293,7 @@ class Memory:
 
 def _known(numbers: Sequence[int], known: dict[int, int], find: Callable[[int], torch.Tensor | None]) -> list[int]:
     """Give addresses of tensors by number, 0 for those that are no rows; new ones are looked at, and remembered."""
-    new = [i for i in dict.fromkeys(numbers) if i not in known] if known else list(dict.fromkeys(numbers))
+    new = [i for i in dict.fromkeys(numbers) if i not in known]
     if new:
         found = [(i, tensor) for i in new if (tensor := find(i)) is not None]
         known.update(dict.fromkeys(new, 0))

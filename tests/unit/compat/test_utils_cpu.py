@@ -333,8 +333,12 @@ def test_nothing_is_kept_alive() -> None:
 
 @pytest.mark.parametrize(
     "move",
-    [_offload_state_dict_to_cpu, lambda state: _gather_state_dict(state, cpu_offload=True)],
-    ids=["off", "gather"],
+    [
+        _offload_state_dict_to_cpu,
+        lambda state: _gather_state_dict(state, cpu_offload=True),
+        lambda state: _iterate_state_dict(state, *[lambda x, *_: x] * 3, cpu_offload=True),
+    ],
+    ids=["offload", "gather", "iterate"],
 )
 def test_tensors_without_data_are_all_named(move: Callable[[Any], Any]) -> None:
     """The error is of the class of torch's own."""
